@@ -1,0 +1,1 @@
+"""Messages to text, keys, and the token stream to reasoning, text and tool calls."""

@@ -1,0 +1,1 @@
+"""The commands of `ds4grpc`, a file each, loaded when they are asked for."""

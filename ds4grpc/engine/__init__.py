@@ -1,0 +1,1 @@
+"""The continuous-batching engine: one thread that owns slots, batches and sampling."""

@@ -1,0 +1,1 @@
+"""Checkpoints, architectures and their state layouts."""

@@ -1,0 +1,96 @@
+"""How each model family cuts text into words before byte-pair merges.
+
+Owns the table from `tokenizer.ggml.pre` names to patterns. The patterns are properties of the
+models, as their own tokenizer.json files state them; only families whose result is checked
+against recorded ids are listed. Pure data, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Pretokenizer:
+    """`patterns` apply in turn; each isolates its matches within the pieces the last one left.
+
+    `ignore_merges`: a piece that is a token as a whole is taken as it is. `add_bos` holds where
+    the file does not say.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _words(letters: str, digits: str) -> str:
+    """The pattern that Llama 3 and Qwen share: `letters` in a class, `digits` a quantifier."""
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}{digits}"
+        rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+# The cased letters of DeepSeek LLM's tokenizer.json: no Unicode category equals this set.
+_DEEPSEEK_LETTERS = (
+    "A-Za-z"
+    "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
+    "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5"
+    "\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3"
+    "\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115"
+    "\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+_GPT2 = Pretokenizer((_WORDS,))
+_DIGITS_APART = Pretokenizer((r"\p{N}", _WORDS))
+_LLAMA3 = Pretokenizer((_words(r"\p{L}", "{1,3}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = Pretokenizer((_words(r"\p{L}", ""),))
+_QWEN35 = Pretokenizer((_words(r"\p{L}\p{M}", ""),))
+_FALCON = Pretokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]"))
+_DEEPSEEK_LLM = Pretokenizer(
+    (
+        r"[\r\n]",
+        rf"\s?[{_DEEPSEEK_LETTERS}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CJK,
+        r"\p{N}+",
+    )
+)
+_DEEPSEEK_CODER = Pretokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"))
+
+PRETOKENIZERS: Final[Mapping[str, Pretokenizer]] = MappingProxyType(
+    {
+        "command-r": _DIGITS_APART,
+        "deepseek-coder": _DEEPSEEK_CODER,
+        "deepseek-llm": _DEEPSEEK_LLM,
+        "deepseek-r1-qwen": _QWEN2,
+        "falcon": _FALCON,
+        "gpt-2": _GPT2,
+        "llama-bpe": _LLAMA3,
+        "llama-v3": _LLAMA3,
+        "llama3": _LLAMA3,
+        "mpt": _GPT2,
+        "qwen2": _QWEN2,
+        "qwen35": _QWEN35,
+        "refact": _DIGITS_APART,
+        "smollm": _DIGITS_APART,
+        "starcoder": _DIGITS_APART,
+    }
+)
+"""By the name that a GGUF file gives in `tokenizer.ggml.pre`."""

@@ -1,0 +1,1 @@
+"""gRPC services, one file each, and the table from errors to status codes."""

@@ -1,0 +1,472 @@
+"""One server process: builds every part, says when it is ready, and takes it down in order.
+
+The only file that knows every part. `run` is the program's main thread: it loads the model, then
+runs the event loop until a signal.
+
+    signal -> NOT_SERVING -> no new work -> streams end (grace) -> banks to disk -> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from prometheus_client import CollectorRegistry
+
+from ds4grpc import __version__
+from ds4grpc.bank import PersistReason
+from ds4grpc.chat.prompts import Prompts
+from ds4grpc.config import MB, Address, ServeConfig
+from ds4grpc.engine.core import Core, CoreOptions
+from ds4grpc.engine.engine import EngineLimits, TorchEngine
+from ds4grpc.engine.memory import SlotMemory, allocate, trim_heap
+from ds4grpc.engine.request import Sampling
+from ds4grpc.engine.runner import Runner
+from ds4grpc.engine.scheduler import Scheduler
+from ds4grpc.engine.slots import Slots
+from ds4grpc.errors import ConfigError, ModelNotFound, StoreDisabled
+from ds4grpc.logs import LogWriter, line
+from ds4grpc.metrics import BuildInfo, EngineState, Metrics, MetricsListener, StoreState
+from ds4grpc.model import registry
+from ds4grpc.model.checkpoint import Checkpoint, load_model, open_checkpoint
+from ds4grpc.model.fingerprint import fingerprint
+from ds4grpc.model.interface import State
+from ds4grpc.model.llama import Llama
+from ds4grpc.model.numerics import resolve_device, resolve_dtype
+from ds4grpc.rpc.bank import BankService
+from ds4grpc.rpc.generation import GenerationService, ServedModel
+from ds4grpc.rpc.identity import Tenants
+from ds4grpc.rpc.interceptors import ErrorInterceptor
+from ds4grpc.rpc.model import ModelService
+from ds4grpc.rpc.reflection import add_reflection
+from ds4grpc.store.store import Store, StoreConfig
+from ds4grpc.v1 import (
+    bank_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+
+GENERATION = "ds4grpc.v1.GenerationService"
+MODEL = "ds4grpc.v1.ModelService"
+BANK = "ds4grpc.v1.BankService"
+HEALTH = "grpc.health.v1.Health"
+
+MAX_RECEIVE_BYTES = 64 * MB
+# Worker threads render, tokenize, look up, copy and read; more would only share the same cores.
+_WORKERS = 4
+# What a bank that lost its slot may take, of the memory for resident banks, until it is written.
+_STAGING_SHARE = 4
+# Prefill chunks while other requests run: this part of a chunk alone, and not less than that.
+_SHARED_CHUNK = 4
+_MIN_CHUNK = 32
+# A client may ping this often on a silent stream, such as a long prefill.
+_MIN_PING_MS = 10_000
+
+
+def run(config: ServeConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Raises ConfigError, ModelNotFound, ModelError when it cannot start.
+    """
+    with LogWriter(sys.stderr, form=config.log_format, level=config.log_level):
+        return asyncio.run(_serve(config))
+
+
+async def _serve(config: ServeConfig) -> int:
+    began = time.monotonic()
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopping.is_set():
+            log.warning(line("second signal: exit at once, nothing more is stored"))
+            sys.stderr.flush()
+            os._exit(130)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    async with _start(config) as server:
+        _say(server.ready_line(time.monotonic() - began))
+        await stopping.wait()
+        await server.drain(config.grace_seconds)
+    log.info(line("stopped"))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. `address` and the others carry the ports that were really bound."""
+
+    address: Address
+    admin_address: Address | None
+    metrics_address: Address
+    model: model_pb2.Model
+    folder: str  # of banks; "" when the disk tier is off
+    num_stored: int
+    engine: TorchEngine
+    health: health_aio.HealthServicer
+    stores: bool
+
+    def ready_line(self, seconds: float) -> str:
+        """What a person wants to know when it is up."""
+        model = self.model
+        size = model.num_slots * model.max_context_tokens * model.kv_bytes_per_token / MB
+        disk = (
+            f"banks {self.folder} ({self.num_stored} stored)" if self.folder else "banks not stored"
+        )
+        admin = f" | admin {self.admin_address}" if self.admin_address else ""
+        return (
+            f"ready in {seconds:.1f} s | grpc {self.address}{admin}"
+            f" | metrics http://{self.metrics_address}/metrics"
+            f" | {model.name} {model.dtype} {model.device}"
+            f" | {model.num_slots} slots x {model.max_context_tokens:,} tokens = up to"
+            f" {size:,.0f} MB | {disk}"
+        )
+
+    async def drain(self, grace_seconds: float) -> None:
+        """NOT_SERVING at once, streams end within the grace, banks are written."""
+        log.info(line("draining", grace=grace_seconds))
+        await self.health.enter_graceful_shutdown()
+        await self.engine.drain(grace_seconds)
+        if self.stores:
+            async for want, persisted in self.engine.flush(PersistReason.STOP):
+                if persisted.detail:
+                    log.warning(
+                        line(
+                            "bank not stored",
+                            tokens=want.source.content.frontier,
+                            reason=persisted.detail,
+                        )
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is read from the model file before anything serves."""
+
+    checkpoint: Checkpoint
+    model: Llama
+    prompts: Prompts
+    fingerprint: bytes
+
+
+def _load(config: ServeConfig) -> Loaded:
+    """Finds (pulling a known model on first use), checks and loads the model. Blocks."""
+    torch.set_num_threads(config.num_threads())
+    device = resolve_device(
+        ("cuda" if torch.cuda.is_available() else "cpu")
+        if config.device == "auto"
+        else config.device
+    )
+    checkpoint = open_checkpoint(_model_file(config.model))
+    model = load_model(
+        checkpoint,
+        device=device,
+        dtype=resolve_dtype(config.dtype, device),
+        max_context=config.max_context,
+    )
+    prompts = Prompts(checkpoint.tokenizer, checkpoint.chat_template)
+    trim_heap()  # what loading used and freed
+    return Loaded(
+        checkpoint, model, prompts, fingerprint(checkpoint, model.layout, model.numeric_mode)
+    )
+
+
+def _model_file(name: str) -> Path:
+    try:
+        return registry.resolve(name)
+    except ModelNotFound:
+        if name not in registry.KNOWN:
+            raise
+    known = registry.KNOWN[name]
+    _say(f"fetching {known.title} ({known.license}), once")
+    shown = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        if (tenth := done * 10 // max(total, 1)) > shown:
+            shown = tenth
+            _say(f"  {done / MB:,.0f} of {total / MB:,.0f} MB")
+
+    return registry.pull(name, progress)
+
+
+@asynccontextmanager
+async def _start(config: ServeConfig) -> AsyncIterator[Server]:
+    """Builds every part and takes them down in the opposite order."""
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        workers = stack.enter_context(ThreadPoolExecutor(_WORKERS, "worker"))
+        loaded = await loop.run_in_executor(workers, _load, config)
+        checkpoint, model = loaded.checkpoint, loaded.model
+        collected = CollectorRegistry()
+        metrics = Metrics(
+            collected,
+            BuildInfo(
+                version=__version__,
+                model=checkpoint.name,
+                fingerprint=loaded.fingerprint.hex()[:16],
+                dtype=model.numeric_mode,
+                device=model.device.type,
+            ),
+        )
+        listener = MetricsListener(collected, config.metrics_listen)
+        stack.callback(listener.close)
+        store = None
+        if not config.no_kv_disk:
+            store = await stack.enter_async_context(_store(config, loaded, metrics))
+        engine = await stack.enter_async_context(_engine(config, loaded, metrics, store, workers))
+        _watch(metrics, engine, store)
+        described = _describe(config, loaded)
+        health = health_aio.HealthServicer()
+        server = _grpc_server()
+        tenants = Tenants(loopback=config.listen.is_loopback)
+        sampling = _default_sampling(checkpoint)
+        served = ServedModel(
+            name=checkpoint.name,
+            vocabulary_size=model.vocabulary_size,
+            max_context=model.max_context,
+            sampling=sampling,
+            exact_reuse=config.exact_reuse,
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationService(engine, loaded.prompts, served, metrics, tenants, workers), server
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(described, checkpoint.tokenizer, loaded.prompts, workers), server
+        )
+        services = [GENERATION, MODEL]
+        admin, admin_address = None, None
+        if config.admin_listen is not None:
+            admin = _grpc_server()
+            _add_banks(admin, config, config.admin_listen, loaded, engine, store, workers)
+            health_pb2_grpc.add_HealthServicer_to_server(health, admin)
+            add_reflection(admin, (BANK, HEALTH))
+        elif config.listen.is_loopback:
+            _add_banks(server, config, config.listen, loaded, engine, store, workers)
+            services.append(BANK)
+        else:
+            log.warning(line("BankService is not served beyond loopback; see --admin-listen"))
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        add_reflection(server, (*services, HEALTH))
+        address = await _listen(server, config.listen, "--listen", stack)
+        if admin is not None and config.admin_listen is not None:
+            admin_address = await _listen(admin, config.admin_listen, "--admin-listen", stack)
+        for service in ("", GENERATION, MODEL, BANK):
+            await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        yield Server(
+            address=address,
+            admin_address=admin_address,
+            metrics_address=listener.address,
+            model=described,
+            folder=str(config.bank_folder) if store is not None else "",
+            num_stored=(await store.storage()).num_stored if store is not None else 0,
+            engine=engine,
+            health=health,
+            stores=store is not None,
+        )
+
+
+@asynccontextmanager
+async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> AsyncIterator[Store]:
+    """Opens the disk tier, or says why it cannot be opened and how to go on without it."""
+    folder = config.bank_folder
+    if not folder.exists():
+        log.warning(
+            line(
+                "banks hold prompts and replies in clear, readable by this user",
+                folder=str(folder),
+                off="--no-kv-disk",
+            )
+        )
+    store = Store(
+        StoreConfig(
+            folder=str(folder),
+            fingerprint=loaded.fingerprint,
+            layout=loaded.model.layout,
+            quota_bytes=config.kv_disk_bytes(),
+            min_tokens=config.kv_cache_min_tokens,
+        ),
+        metrics,
+    )
+    try:
+        await store.__aenter__()
+    except StoreDisabled as error:
+        raise ConfigError(
+            f"{error.message}; choose another folder with --kv-disk-dir, or start with --no-kv-disk"
+        ) from error
+    try:
+        yield store
+    finally:
+        await store.__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def _engine(
+    config: ServeConfig,
+    loaded: Loaded,
+    metrics: Metrics,
+    store: Store | None,
+    workers: ThreadPoolExecutor,
+) -> AsyncIterator[TorchEngine]:
+    model, layout = loaded.model, loaded.model.layout
+
+    def new_memory() -> tuple[SlotMemory, State]:
+        memory = allocate(layout, model.max_context, model.device)
+        return memory, model.bind(memory.planes)
+
+    kv_bytes = config.kv_memory_bytes()
+    core = Core(
+        CoreOptions(
+            fingerprint=loaded.fingerprint,
+            layout=layout,
+            max_context=model.max_context,
+            min_tokens=config.kv_cache_min_tokens,
+            memory_bytes=kv_bytes,
+            staging_bytes=kv_bytes // _STAGING_SHARE,
+            writes=store is not None,
+        ),
+        Slots(layout, config.slots, model.max_context, new_memory),
+        Runner(model),
+        Scheduler(
+            chunk_alone=config.prefill_chunk,
+            chunk_shared=max(_MIN_CHUNK, config.prefill_chunk // _SHARED_CHUNK),
+        ),
+        loaded.checkpoint.tokenizer,
+        metrics,
+        store_version=lambda: store.version if store is not None else 0,
+    )
+    engine = TorchEngine(
+        core,
+        loaded.prompts,
+        layout,
+        EngineLimits(model.max_context, model.vocabulary_size, config.queue, kv_bytes),
+        store,
+        workers,
+    )
+    async with engine:
+        yield engine
+
+
+def _add_banks(
+    server: grpc.aio.Server,
+    config: ServeConfig,
+    address: Address,
+    loaded: Loaded,
+    engine: TorchEngine,
+    store: Store | None,
+    workers: ThreadPoolExecutor,
+) -> None:
+    service = BankService(
+        engine,
+        store,
+        Tenants(loopback=address.is_loopback),
+        config.kv_memory_bytes(),
+        loaded.checkpoint.tokenizer,
+        workers,
+    )
+    bank_pb2_grpc.add_BankServiceServicer_to_server(service, server)
+
+
+def _default_sampling(checkpoint: Checkpoint) -> Sampling:
+    """The model's generation config over temperature 1 and no filters."""
+    found = dataclasses.asdict(checkpoint.generation)
+    return Sampling(**{name: value for name, value in found.items() if value is not None})
+
+
+def _describe(config: ServeConfig, loaded: Loaded) -> model_pb2.Model:
+    checkpoint, model = loaded.checkpoint, loaded.model
+    sampling = _default_sampling(checkpoint)
+    thinks = loaded.prompts.default_thinking
+    return model_pb2.Model(
+        name=checkpoint.name,
+        architecture=checkpoint.architecture,
+        fingerprint=loaded.fingerprint.hex(),
+        dtype=model.numeric_mode,
+        device=model.device.type,
+        num_parameters=model.num_parameters,
+        vocabulary_size=model.vocabulary_size,
+        max_context_tokens=model.max_context,
+        num_slots=config.slots,
+        kv_bytes_per_token=model.layout.bytes_per_token,
+        renderer=loaded.prompts.renderer_digest,
+        default_thinking=(
+            generation_pb2.THINKING_MODE_ENABLED
+            if thinks
+            else generation_pb2.THINKING_MODE_DISABLED
+        ),
+        default_sampling=generation_pb2.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+        ),
+        end_token_ids=sorted(checkpoint.tokenizer.end_ids),
+        server_version=__version__,
+    )
+
+
+def _grpc_server() -> grpc.aio.Server:
+    return grpc.aio.server(
+        interceptors=[ErrorInterceptor()],
+        options=[
+            ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+            ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server on it
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
+        ],
+    )
+
+
+async def _listen(
+    server: grpc.aio.Server, address: Address, option: str, stack: AsyncExitStack
+) -> Address:
+    """Binds and starts; returns the address with the port that was bound."""
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option} {address} cannot be bound: is another server running there?"
+        ) from error
+    await server.start()
+    stack.push_async_callback(server.stop, grace=0)
+    return Address(address.host, port)
+
+
+def _watch(metrics: Metrics, engine: TorchEngine, store: Store | None) -> None:
+    def engine_state() -> EngineState:
+        stats = engine.stats()
+        return EngineState(stats.slots, stats.resident_trust, stats.kv_bytes, stats.last_step)
+
+    metrics.watch_engine(engine_state)
+    if store is not None:
+
+        def store_state() -> StoreState:
+            return StoreState(True, store.banks_by_trust, store.disk_bytes, store.quota_bytes)
+
+        metrics.watch_store(store_state)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

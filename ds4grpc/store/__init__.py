@@ -1,0 +1,1 @@
+"""Bank files and the catalog that indexes them."""

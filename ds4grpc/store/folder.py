@@ -1,0 +1,307 @@
+"""The folder of one fingerprint: its names, its lock, and the steps by which files come and go.
+
+    <folder>/                     one for each model that shares the folder
+      catalog.db  -wal  -shm      the index; rebuilt from the files when it is lost
+      lock                        held for as long as a process owns the folder
+      ab/<bank id>.<base>.bank    banks, in 256 folders by the id's first two digits
+      ab/<bank id>.pin            the bank is pinned
+      ab/<bank id>.hidden         the bank is deleted, its rows are needed by children
+      ab/*.tmp  *.dead            being written, being removed: swept at start
+      quarantine/                 files that failed a check, the newest few
+
+Owns every path and the order of operations on it. Knows no rows and no policy. Blocking: worker
+threads only. A pair of marker and bank changes under the store's own lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ds4grpc.errors import StoreDisabled
+from ds4grpc.store.files import Files, Seen
+from ds4grpc.store.format import file_name, is_bank_id, parse_file_name
+
+log = logging.getLogger(__name__)
+
+MAX_QUARANTINED_FILES = 16  # enough to look into a fault, little beside any cap
+_CATALOG_NAMES = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
+_ASIDE_SUFFIX = ".bad-"
+_SHARD_NAME = re.compile("[0-9a-f]{2}")
+_FINGERPRINT_NAME = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A bank file by its name alone: nothing in it has been read."""
+
+    bank_id: str
+    base: int
+    path: str
+    size_bytes: int
+    modified_at: float
+
+
+@dataclass(slots=True)
+class Found:
+    """What a scan of the folder saw."""
+
+    files: list[FoundFile] = field(default_factory=list)
+    pinned: set[str] = field(default_factory=set)
+    hidden: set[str] = field(default_factory=set)
+    stale: list[str] = field(default_factory=list)  # *.tmp, *.dead
+    odd: list[str] = field(default_factory=list)  # named like a bank, but no regular file
+    other_bytes: int = 0  # all but bank files and what is in quarantine
+
+
+class Folder:
+    """`<root>/<fingerprint, 16 hex>`; open it before anything else, close it last."""
+
+    def __init__(self, files: Files, root: str, fingerprint: bytes) -> None:
+        self.files = files
+        self.root = root
+        self.path = os.path.join(root, fingerprint.hex()[:16])
+        self.catalog_path = os.path.join(self.path, _CATALOG_NAMES[0])
+        self.quarantine_path = os.path.join(self.path, "quarantine")
+        self._lock: int | None = None
+        self.new_bytes = 0  # of folders made since the last scan
+        self._shards: set[str] = set()  # known to be there
+
+    def open(self) -> None:
+        """Makes the folder and takes its lock. Raises StoreDisabled with the reason."""
+        try:
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            self.files.make_folder(self.path)
+            self.files.restrict_folder(self.path)
+            self.files.sync_folder(self.root)
+            self.files.make_folder(self.quarantine_path)
+            descriptor = self.files.open_lock(os.path.join(self.path, "lock"))
+        except OSError as error:
+            raise StoreDisabled(
+                f"the bank folder {self.path} cannot be used: {error.strerror or error}; "
+                "choose another with --kv-disk-dir or turn the tier off with --no-kv-disk",
+                reason="STORE_FOLDER_UNUSABLE",
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreDisabled(
+                    f"another process owns the bank folder {self.path}; stop it, choose another "
+                    "folder with --kv-disk-dir or turn the tier off with --no-kv-disk",
+                    reason="STORE_FOLDER_BUSY",
+                ) from error
+            raise StoreDisabled(
+                f"the file system of {self.path} has no working locks: {error.strerror}; "
+                "choose another folder with --kv-disk-dir",
+                reason="STORE_FOLDER_UNUSABLE",
+            ) from error
+        self._lock = descriptor
+
+    def close(self) -> None:
+        """Gives the lock back; idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def bank_path(self, bank_id: str, base: int) -> str:
+        return os.path.join(self.path, bank_id[:2], file_name(bank_id, base))
+
+    def temp_path(self, bank_id: str, base: int) -> str:
+        """Makes the folder it lies in when it is not there. Raises OSError."""
+        shard = os.path.join(self.path, bank_id[:2])
+        if shard not in self._shards:
+            if self.files.make_folder(shard):
+                self.files.sync_folder(self.path)
+                made = self.files.seen(shard)
+                self.new_bytes += made.size_on_disk_bytes if made is not None else 0
+            self._shards.add(shard)
+        return self.bank_path(bank_id, base) + ".tmp"
+
+    def publish(self, bank_id: str, base: int, *, pinned: bool) -> None:
+        """Gives a written and synced temp file its name, for good. Raises OSError.
+
+        A pin comes first, so that a bank that should be pinned never is without.
+        """
+        path = self.bank_path(bank_id, base)
+        if pinned:
+            self._mark(bank_id, ".pin")
+        self.files.rename(path + ".tmp", path)
+        self.files.sync_folder(os.path.dirname(path))
+
+    def discard(self, bank_id: str, base: int) -> None:
+        """Removes a temp file that will not be published. Raises OSError."""
+        self.files.unlink(self.bank_path(bank_id, base) + ".tmp")
+
+    def pin(self, bank_id: str) -> None:
+        self._mark(bank_id, ".pin")
+        self.files.sync_folder(os.path.join(self.path, bank_id[:2]))
+
+    def unpin(self, bank_id: str) -> None:
+        self._unmark(bank_id, ".pin")
+
+    def hide(self, bank_id: str) -> None:
+        self._mark(bank_id, ".hidden")
+        self.files.sync_folder(os.path.join(self.path, bank_id[:2]))
+
+    def unhide(self, bank_id: str) -> None:
+        self._unmark(bank_id, ".hidden")
+
+    def kill(self, banks: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
+        """First half of removing: renames the files, for good. Between the halves the rows go.
+
+        Returns what `bury` unlinks, and the ids of banks that could not be renamed. A file that
+        is not there any more is no failure.
+        """
+        dead: list[str] = []
+        failed: list[str] = []
+        for bank_id, base in banks:
+            path = self.bank_path(bank_id, base)
+            try:
+                self.files.rename(path, path + ".dead")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning("bank file not removed bank=%s error=%s", bank_id, error)
+                failed.append(bank_id)
+            else:
+                dead.append(path + ".dead")
+        self._sync_parents(dead)
+        return dead, failed
+
+    def bury(self, dead: Iterable[str], bank_ids: Iterable[str]) -> None:
+        """Second half of removing: unlinks files and markers."""
+        for path in dead:
+            self.files.unlink(path)
+        for bank_id in bank_ids:
+            for suffix in (".pin", ".hidden"):
+                self.files.unlink(os.path.join(self.path, bank_id[:2], bank_id + suffix))
+
+    def quarantine(self, paths: Iterable[str]) -> None:
+        """Takes files out of service and keeps the newest few of all that ever failed."""
+        moved: list[str] = []
+        for path in paths:
+            try:
+                self.files.rename(path, os.path.join(self.quarantine_path, os.path.basename(path)))
+            except FileNotFoundError:
+                continue
+            moved.append(path)
+        self._sync_parents(moved)
+        self.trim_quarantine(MAX_QUARANTINED_FILES)
+
+    def trim_quarantine(self, num_kept: int) -> None:
+        """Removes the oldest quarantined files beyond `num_kept`."""
+        kept = sorted(
+            self.files.scan(self.quarantine_path), key=lambda seen: seen.modified_at, reverse=True
+        )
+        for seen in kept[num_kept:]:
+            self.files.unlink(os.path.join(self.quarantine_path, seen.name))
+
+    def quarantined(self) -> list[Seen]:
+        return self.files.scan(self.quarantine_path)
+
+    def set_catalog_aside(self, suffix: str) -> str:
+        """Renames a catalog that cannot be used, log included; returns its new name.
+
+        Only the last one is kept.
+        """
+        for seen in self.files.scan(self.path):
+            if _ASIDE_SUFFIX in seen.name:
+                self.files.unlink(os.path.join(self.path, seen.name))
+        for name in reversed(_CATALOG_NAMES):  # the log first: it must not meet another catalog
+            path = os.path.join(self.path, name)
+            try:
+                self.files.rename(path, os.path.join(self.path, f"{name}{_ASIDE_SUFFIX}{suffix}"))
+            except FileNotFoundError:
+                pass
+        return f"{_CATALOG_NAMES[0]}{_ASIDE_SUFFIX}{suffix}"
+
+    def prepare_catalog(self) -> None:
+        """Makes the catalog's file private before SQLite would make a public one."""
+        if self.files.seen(self.catalog_path) is None:
+            os.close(self.files.create(self.catalog_path))
+
+    def sweep(self, paths: Iterable[str]) -> None:
+        """Removes what an earlier process left behind; what cannot be removed stays and counts."""
+        for path in paths:
+            try:
+                self.files.unlink(path)
+            except OSError as error:
+                log.warning("stale file not removed file=%s error=%s", path, error)
+
+    def catalog_bytes(self) -> int:
+        """What the catalog and its log occupy now."""
+        seen = (self.files.seen(os.path.join(self.path, name)) for name in _CATALOG_NAMES)
+        return sum(each.size_on_disk_bytes for each in seen if each is not None)
+
+    def log_bytes(self) -> int:
+        """Length of the catalog's log."""
+        seen = self.files.seen(os.path.join(self.path, _CATALOG_NAMES[1]))
+        return seen.size_bytes if seen is not None else 0
+
+    def scan(self) -> Found:
+        """Everything in the folder, by name and size. Raises OSError."""
+        found = Found()
+        self.new_bytes = 0
+        for seen in self.files.scan(self.path):
+            if seen.name not in _CATALOG_NAMES:
+                found.other_bytes += seen.size_on_disk_bytes
+            if seen.is_folder and _SHARD_NAME.fullmatch(seen.name):
+                self._scan_shard(seen.name, found)
+        return found
+
+    def _scan_shard(self, shard: str, found: Found) -> None:
+        folder = os.path.join(self.path, shard)
+        for seen in self.files.scan(folder):
+            path = os.path.join(folder, seen.name)
+            name = parse_file_name(seen.name)
+            stem, _, suffix = seen.name.partition(".")
+            if name is not None and name[0].startswith(shard):
+                if seen.is_file:
+                    found.files.append(FoundFile(*name, path, seen.size_bytes, seen.modified_at))
+                    continue
+                found.odd.append(path)
+            elif seen.name.endswith((".tmp", ".dead")):
+                found.stale.append(path)
+            elif is_bank_id(stem) and suffix == "pin":
+                found.pinned.add(stem)
+            elif is_bank_id(stem) and suffix == "hidden":
+                found.hidden.add(stem)
+            found.other_bytes += seen.size_on_disk_bytes
+
+    def foreign_bytes(self) -> int:
+        """What other models' folders under the root occupy: all share one cap."""
+        total = 0
+        pending = [
+            os.path.join(self.root, seen.name)
+            for seen in self.files.scan(self.root)
+            if seen.is_folder and _FINGERPRINT_NAME.fullmatch(seen.name)
+        ]
+        pending.remove(self.path)
+        while pending:
+            folder = pending.pop()
+            for seen in self.files.scan(folder):
+                total += seen.size_on_disk_bytes
+                if seen.is_folder:
+                    pending.append(os.path.join(folder, seen.name))
+        return total
+
+    def _mark(self, bank_id: str, suffix: str) -> None:
+        path = os.path.join(self.path, bank_id[:2], bank_id + suffix)
+        if self.files.seen(path) is None:
+            os.close(self.files.create(path))
+
+    def _unmark(self, bank_id: str, suffix: str) -> None:
+        folder = os.path.join(self.path, bank_id[:2])
+        self.files.unlink(os.path.join(folder, bank_id + suffix))
+        self.files.sync_folder(folder)
+
+    def _sync_parents(self, paths: Iterable[str]) -> None:
+        for folder in sorted({os.path.dirname(path) for path in paths}):
+            self.files.sync_folder(folder)

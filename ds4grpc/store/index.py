@@ -1,0 +1,191 @@
+"""All stored banks in memory: who they are, who needs whom, who goes first.
+
+Owns the family tree of delta files and the order of eviction. Knows no files and no SQL; `shelf`
+keeps the three in step. Event loop only: a change between two awaits is atomic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ds4grpc.bank import PersistReason, RecordKind, Trust
+from ds4grpc.layout import Spans
+
+# A hit counts half as much after six hours. With hits * 2^(-age / 6 h), banks rank by
+# log2(hits) * 6 h + time of last use: an order that does not change as time passes.
+HIT_HALF_LIFE_SECONDS = 6 * 3600.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stored bank: a row of the catalog and a file. Times are seconds since 1970."""
+
+    bank_id: str
+    namespace: bytes
+    parent_id: str  # "" when base is 0
+    base: int
+    frontier: int
+    head: int
+    size_bytes: int
+    reason: PersistReason
+    record_kinds: tuple[RecordKind, ...]
+    hidden_tokens: int
+    trust: Trust
+    created_at: float
+    last_used_at: float
+    windows: Spans = Spans()  # as in the file's header
+    tails: tuple[int, ...] = ()
+    hits: int = 0
+    pinned: bool = False
+    hidden: bool = False  # deleted, its rows still needed by children
+    verified_at: float | None = None
+    ttl_seconds: float | None = None
+    children: set[str] = field(default_factory=set)
+
+    @property
+    def worth(self) -> float:
+        """What is smallest goes first."""
+        return self.last_used_at + HIT_HALF_LIFE_SECONDS * math.log2(1 + self.hits)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether its time to live is over; a pin outweighs it."""
+        if self.ttl_seconds is None or self.pinned:
+            return False
+        return now >= self.last_used_at + self.ttl_seconds
+
+    def is_usable(self, now: float) -> bool:
+        """Whether a later request may continue from it."""
+        needed = Trust.COMMITTED | Trust.DURABLE
+        good = self.trust & (needed | Trust.QUARANTINED) == needed
+        return good and not self.hidden and not self.is_expired(now)
+
+
+class Index:
+    """Every entry, by id."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0  # of all files
+        self.num_hidden = 0
+        self.num_pinned = 0
+        self.mortal: set[str] = set()  # those with a time to live
+        self._entries: dict[str, Entry] = {}
+        # (worth, id) of every leaf, and stale pairs: checked when they come up.
+        self._leaves: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, bank_id: str) -> Entry | None:
+        return self._entries.get(bank_id)
+
+    def add(self, entry: Entry) -> None:
+        """Its parent must be there already, itself not."""
+        assert entry.bank_id not in self._entries
+        self._entries[entry.bank_id] = entry
+        self.num_bytes += entry.size_bytes
+        self.num_hidden += entry.hidden
+        self.num_pinned += entry.pinned
+        if entry.ttl_seconds is not None:
+            self.mortal.add(entry.bank_id)
+        if entry.parent_id:
+            self._entries[entry.parent_id].children.add(entry.bank_id)
+        if not entry.children:
+            self._push(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """It must have no children left."""
+        assert not entry.children
+        del self._entries[entry.bank_id]
+        self.num_bytes -= entry.size_bytes
+        self.num_hidden -= entry.hidden
+        self.num_pinned -= entry.pinned
+        self.mortal.discard(entry.bank_id)
+        parent = self._entries.get(entry.parent_id)
+        if parent is not None:
+            parent.children.discard(entry.bank_id)
+            if not parent.children:
+                self._push(parent)
+
+    def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
+        self.num_pinned += pinned - entry.pinned
+        entry.pinned = pinned
+        self._push(entry)
+
+    def set_hidden(self, entry: Entry, *, hidden: bool) -> None:
+        self.num_hidden += hidden - entry.hidden
+        entry.hidden = hidden
+
+    def set_ttl(self, entry: Entry, ttl_seconds: float | None) -> None:
+        entry.ttl_seconds = ttl_seconds
+        if ttl_seconds is None:
+            self.mortal.discard(entry.bank_id)
+        else:
+            self.mortal.add(entry.bank_id)
+
+    def used(self, entry: Entry, now: float) -> None:
+        entry.hits += 1
+        entry.last_used_at = max(now, entry.last_used_at)
+        self._push(entry)
+
+    def chain(self, entry: Entry) -> list[Entry]:
+        """The banks whose files hold its rows, root first, itself last."""
+        found = [entry]
+        while found[-1].parent_id:
+            found.append(self._entries[found[-1].parent_id])
+        found.reverse()
+        return found
+
+    def descendants(self, entry: Entry) -> list[Entry]:
+        """Everything that needs its rows, itself included, each after its parent."""
+        found = [entry]
+        for each in found:  # grows as it goes
+            found.extend(self._entries[child] for child in each.children)
+        return found
+
+    def children(self, entry: Entry) -> list[Entry]:
+        """Its children, most recently used first."""
+        theirs = [self._entries[child] for child in entry.children]
+        return sorted(theirs, key=lambda child: child.last_used_at, reverse=True)
+
+    def protected_bytes(self, bank_ids: Iterable[str]) -> int:
+        """Bytes of the files that pinned banks and `bank_ids` need: no eviction frees them."""
+        kept: set[str] = set()
+        roots = [entry for entry in self if entry.pinned] if self.num_pinned else []
+        roots += [self._entries[bank_id] for bank_id in bank_ids if bank_id in self._entries]
+        for entry in roots:
+            at: Entry | None = entry
+            while at is not None and at.bank_id not in kept:
+                kept.add(at.bank_id)
+                at = self._entries.get(at.parent_id)
+        return sum(self._entries[bank_id].size_bytes for bank_id in kept)
+
+    def pop_victim(self, spared: Collection[str]) -> Entry | None:
+        """Removes the leaf that is worth least; never a pinned one, never one of `spared`."""
+        held_back: list[tuple[float, str]] = []
+        victim: Entry | None = None
+        while victim is None and self._leaves:
+            pair = heapq.heappop(self._leaves)
+            entry = self._entries.get(pair[1])
+            if entry is None or entry.children or entry.pinned or entry.worth != pair[0]:
+                continue  # stale: pushed again when that changed, or will be when it changes
+            if entry.bank_id in spared:
+                held_back.append(pair)
+            else:
+                victim = entry
+        for pair in held_back:
+            heapq.heappush(self._leaves, pair)
+        if victim is not None:
+            self.remove(victim)
+        return victim
+
+    def _push(self, entry: Entry) -> None:
+        heapq.heappush(self._leaves, (entry.worth, entry.bank_id))
+        if len(self._leaves) > 64 + 2 * len(self._entries):
+            self._leaves = [(each.worth, each.bank_id) for each in self if not each.children]
+            heapq.heapify(self._leaves)

@@ -1,0 +1,204 @@
+"""Reading one bank file: nothing is believed before it is checked.
+
+Owns the checks between bytes on disk and values in memory. Knows no catalog, no chain and no
+policy. Blocking: worker threads only; one thread at a time opens and closes, any may read blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds4grpc.bank import bank_id
+from ds4grpc.errors import BankCorrupt
+from ds4grpc.store.content import FileContent, decode_records, decode_tools
+from ds4grpc.store.files import Files
+from ds4grpc.store.format import (
+    IDS,
+    PREAMBLE,
+    RECORDS,
+    ROWS,
+    TAIL,
+    TOOLMAP,
+    Header,
+    RowPiece,
+    Section,
+    StateForm,
+    block_rows,
+    check_header,
+    checksum,
+    data_start,
+    decode_header,
+    decode_preamble,
+    parse_file_name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """A block of a row section and the wanted rows in it."""
+
+    plane: int
+    section: Section
+    index: int
+    pieces: tuple[RowPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        start, end = self.section.block(self.index)
+        return end - start
+
+    def is_whole(self, row_bytes: int) -> bool:
+        """Whether the wanted rows are all of the block, in one run."""
+        if len(self.pieces) != 1:
+            return False
+        piece = self.pieces[0]
+        return (piece.stop_row - piece.start_row) * row_bytes == self.num_bytes
+
+
+class BankFile:
+    """An open bank file whose header has been checked. Close it."""
+
+    def __init__(
+        self, files: Files, path: str, descriptor: int, header: Header, start: int, form: StateForm
+    ) -> None:
+        self.path = path
+        self.header = header
+        self._files = files
+        self._descriptor = descriptor
+        self._start = start
+        self._form = form
+
+    @staticmethod
+    def open(files: Files, path: str, form: StateForm) -> BankFile:
+        """Opens the file and checks preamble, header, sizes and name. Raises BankCorrupt."""
+        name = parse_file_name(os.path.basename(path))
+        try:
+            descriptor = files.open_read(path)
+        except OSError as error:
+            raise BankCorrupt(f"the file cannot be opened: {error.strerror}", kind="io") from error
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
+            if data_start(length) > size_bytes:
+                raise BankCorrupt("the file ends inside its header", kind="truncated")
+            data = _read(files, descriptor, path, PREAMBLE.size, length)
+            header = decode_header(data, value)
+            if (header.bank_id, header.base) != name:
+                raise BankCorrupt("the file is not the bank that its name says", kind="identity")
+            check_header(header, form, size_bytes - data_start(length))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return BankFile(files, path, descriptor, header, data_start(length), form)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> BankFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def read_content(self) -> FileContent:
+        """Ids, records and tool map, checked, and the bank id recomputed from the ids.
+
+        Raises BankCorrupt.
+        """
+        header = self.header
+        ids = np.frombuffer(self._read_section(IDS), dtype="<u4").astype(np.uint32, copy=False)
+        if bank_id(header.namespace, header.fingerprint, ids) != header.bank_id:
+            raise BankCorrupt("the token ids are not those of this bank", kind="identity")
+        hidden, records = decode_records(self._read_section(RECORDS), header.frontier)
+        return FileContent(ids, hidden, records, decode_tools(self._read_section(TOOLMAP)))
+
+    def row_blocks(self, stop_tokens: int) -> Iterator[RowBlock]:
+        """The blocks that hold rows of tokens below `stop_tokens`, in file order."""
+        for plane, rows in enumerate(self._form.layout.rows):
+            section = self.header.section(ROWS + rows.name)
+            stop_row = rows.num_rows(stop_tokens)
+            ranges = self.header.row_ranges(rows)
+            for index in range(section.num_blocks):
+                pieces = block_rows(section, index, ranges, rows.row_bytes)
+                if pieces[0].start_row >= stop_row:  # ranges ascend: nothing further is wanted
+                    break
+                wanted = tuple(
+                    RowPiece(piece.start_row, min(piece.stop_row, stop_row), piece.offset)
+                    for piece in pieces
+                    if piece.start_row < stop_row
+                )
+                yield RowBlock(plane, section, index, wanted)
+
+    def read_block(self, section: Section, index: int, view: memoryview) -> None:
+        """Fills `view` (exactly the block's length) with a block. Raises BankCorrupt."""
+        start, end = section.block(index)
+        offset = self._start + section.offset + start
+        try:
+            count = self._files.read_into(self._descriptor, view, offset, self.path)
+        except OSError as error:
+            raise BankCorrupt(f"reading failed: {error.strerror}", kind="io") from error
+        if count != end - start:
+            raise BankCorrupt("the file ends inside a section", kind="truncated")
+        if checksum(view) != section.checksums[index]:
+            raise BankCorrupt(
+                f"block {index} of section {section.name} has another checksum", kind="checksum"
+            )
+
+    def read_tails(self, stop_tokens: int) -> Iterator[tuple[int, bytes, int]]:
+        """(position, tail, bytes read for it) of the tails at or below `stop_tokens`.
+
+        Raises BankCorrupt.
+        """
+        size = self._form.layout.tail_bytes
+        index, data = 0, bytearray()
+        for position in self.header.tails:
+            if position > stop_tokens:
+                return
+            read_bytes = 0
+            while len(data) < size:
+                block = self._read_block_bytes(self.header.section(TAIL), index)
+                read_bytes += len(block)
+                data += block
+                index += 1
+            yield position, bytes(data[:size]), read_bytes
+            del data[:size]
+
+    def verify(self) -> int:
+        """Reads every block of every section; returns the bytes read. Raises BankCorrupt."""
+        self.read_content()
+        buffer = memoryview(bytearray(max(section.block_bytes for section in self.header.sections)))
+        total = 0
+        for section in self.header.sections:
+            for index in range(section.num_blocks):
+                start, end = section.block(index)
+                self.read_block(section, index, buffer[: end - start])
+            total += section.length
+        return total
+
+    def _read_section(self, name: str) -> bytes:
+        section = self.header.section(name)
+        data = bytearray(section.length)  # at most the file's own size: check_header saw to it
+        view = memoryview(data)
+        for index in range(section.num_blocks):
+            start, end = section.block(index)
+            self.read_block(section, index, view[start:end])
+        return bytes(data)
+
+    def _read_block_bytes(self, section: Section, index: int) -> bytearray:
+        start, end = section.block(index)
+        data = bytearray(end - start)
+        self.read_block(section, index, memoryview(data))
+        return data
+
+
+def _read(files: Files, descriptor: int, path: str, offset: int, length: int) -> bytes:
+    data = bytearray(length)
+    try:
+        count = files.read_into(descriptor, memoryview(data), offset, path)
+    except OSError as error:
+        raise BankCorrupt(f"reading failed: {error.strerror}", kind="io") from error
+    return bytes(data[:count])

@@ -1,0 +1,423 @@
+"""Keeps files, rows and the index in step: every way a bank comes, goes or changes.
+
+Owns the order of the steps, the disk budget and the leases. Knows no lookup and no rows of state.
+Coroutines on the event loop, in tasks that the store owns; file work in worker threads.
+
+    publish   temp file -> rename -> sync folder -> row -> index
+    remove    index -> rename to .dead -> sync folder -> row -> unlink
+    fault     flag -> index -> rename into quarantine/ -> row
+
+The index goes last when a bank comes and first when it goes, so nobody finds half a bank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from typing import ParamSpec, Protocol, TypeVar
+
+from ds4grpc.bank import PersistReason, Trust
+from ds4grpc.errors import BankInUse, BankPinned, StoreFailed, StoreFull
+from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.database import WAL_LIMIT_BYTES, CatalogError
+from ds4grpc.store.folder import Folder
+from ds4grpc.store.index import Entry, Index
+from ds4grpc.store.keys import Mark
+
+log = logging.getLogger(__name__)
+
+# Kept free below the cap for what grows between two looks at it: the catalog and its log. At
+# most a sixteenth of the cap, so that a small one is not all slack.
+SLACK_BYTES = 2 << 20
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StoreObserver(Protocol):
+    """What is told of the store's work, for metrics. Called on the event loop; must not block."""
+
+    def persisted(self, reason: PersistReason, seconds: float, written_bytes: int) -> None: ...
+
+    def persist_failed(self, kind: str) -> None:
+        """`kind`: quota, no_space, io, moved, catalog or other."""
+
+    def restored(self, result: str, seconds: float, read_bytes: int) -> None:
+        """`result`: ok, or the kind of a BankCorrupt."""
+
+    def evicted(self, reason: str) -> None:
+        """`reason`: lru or expired."""
+
+    def catalog(self, op: str, seconds: float) -> None:
+        """`op`: lookup, publish, update, delete, list or rescan."""
+
+    def catalog_error(self, kind: str) -> None:
+        """`kind`: see `database.CatalogError`."""
+
+
+class Leases:
+    """Counts who uses a bank. A leased bank is not evicted nor deleted; any thread.
+
+    A lease on a bank keeps its ancestors too: they are needed by a child that stays.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()  # guarded by the lock; no zeros
+
+    def take(self, bank_id: str) -> None:
+        with self._lock:
+            self._counts[bank_id] += 1
+
+    def release(self, bank_id: str) -> None:
+        with self._lock:
+            self._counts[bank_id] -= 1
+            if self._counts[bank_id] == 0:
+                del self._counts[bank_id]
+
+    def held(self) -> set[str]:
+        with self._lock:
+            return set(self._counts)
+
+
+class Shelf:
+    """The banks of one folder, as files, rows and entries.
+
+    `changes` is held over every change of files and rows together; it is short. Methods take it
+    themselves unless they say that it must be held.
+    """
+
+    def __init__(
+        self, folder: Folder, quota_bytes: int, executor: Executor, observer: StoreObserver
+    ) -> None:
+        self.folder = folder
+        self.index = Index()
+        self.leases = Leases()
+        self.changes = asyncio.Lock()
+        self.quota_bytes = quota_bytes
+        self.version = 0
+        self.num_quarantined = 0
+        self.other_bytes = 0  # of everything in the folder but banks, quarantine and catalog
+        self.observer = observer
+        self._executor = executor
+        self._catalog: Catalog | None = None
+        self._catalog_bytes = 0
+        self._foreign_bytes = 0  # of the other models' folders
+        self._quarantine_bytes = 0
+        self._reserved_bytes = 0  # of temp files
+        self._rowless: set[str] = set()  # gone banks whose rows could not be removed yet
+        self._changed: set[str] = set()  # banks whose hits and times are newer than their rows
+
+    @property
+    def catalog(self) -> Catalog:
+        assert self._catalog is not None
+        return self._catalog
+
+    @catalog.setter
+    def catalog(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the whole folder occupies, other models' parts and temp files included."""
+        return (
+            self.index.num_bytes
+            + self.other_bytes
+            + self.folder.new_bytes
+            + self._catalog_bytes
+            + self._foreign_bytes
+            + self._quarantine_bytes
+            + self._reserved_bytes
+        )
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs blocking work in a worker thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+
+    async def ask(self, op: str, statement: Awaitable[T]) -> T:
+        """Awaits a catalog statement and reports its time or its failure."""
+        started = time.monotonic()
+        try:
+            return await statement
+        except CatalogError as error:
+            self.observer.catalog_error(error.kind)
+            raise
+        finally:
+            self.observer.catalog(op, time.monotonic() - started)
+
+    async def measure(self) -> None:
+        """Looks again at what grows by itself: catalog and quarantine. Raises OSError."""
+        self._catalog_bytes = await self.run(self.folder.catalog_bytes)
+        quarantined = await self.run(self.folder.quarantined)
+        self.num_quarantined = len(quarantined)
+        self._quarantine_bytes = sum(seen.size_on_disk_bytes for seen in quarantined)
+
+    async def trim_log(self) -> None:
+        """Writes the catalog's log back when an outside reader has let it grow. Raises OSError,
+        CatalogError."""
+        await self.measure()
+        if await self.run(self.folder.log_bytes) > WAL_LIMIT_BYTES:
+            await self.ask("update", self.catalog.checkpoint())
+
+    async def measure_foreign(self) -> None:
+        """Looks again at the other models' folders. Raises OSError."""
+        self._foreign_bytes = await self.run(self.folder.foreign_bytes)
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Takes bytes out of the budget, evicting what is worth least; give them back with
+        `unreserve` or `publish`.
+
+        Never evicts a pinned or leased bank. Evicts nothing at all when that would
+        not be enough. Raises StoreFull, OSError.
+        """
+        await self.measure()
+        slack = min(SLACK_BYTES, self.quota_bytes // 16)
+        async with self.changes:
+            over = self.disk_bytes + num_bytes + slack - self.quota_bytes
+            if over > 0 and self._quarantine_bytes:
+                await self.run(self.folder.trim_quarantine, 0)
+                await self.measure()
+                over = self.disk_bytes + num_bytes + slack - self.quota_bytes
+            if over > 0:
+                await self._evict(over)
+            self._reserved_bytes += num_bytes
+
+    async def make_room(self, num_bytes: int) -> None:
+        """Evicts that many bytes, or what can be: the disk is fuller than the cap allows for."""
+        async with self.changes:
+            left = self.index.num_bytes - self.index.protected_bytes(self.leases.held())
+            await self._evict(min(num_bytes, left))
+
+    async def _evict(self, num_bytes: int) -> None:
+        """`changes` must be held. Raises StoreFull when no victims are enough."""
+        kept = self.leases.held()
+        free = self.index.num_bytes - self.index.protected_bytes(kept)
+        if free < num_bytes:
+            raise StoreFull(
+                f"the disk cap of {self.quota_bytes} bytes has no room: {num_bytes} more are "
+                f"needed and {free} can be evicted; raise --kv-disk-space-mb or unpin banks",
+                metadata={"quota_bytes": str(self.quota_bytes)},
+            )
+        victims: list[Entry] = []
+        freed = 0
+        while freed < num_bytes and (victim := self.index.pop_victim(kept)) is not None:
+            victims.append(victim)
+            freed += victim.size_bytes
+        for victim in victims:
+            self.observer.evicted("lru")
+            log.info(
+                "bank evicted bank=%s tokens=%d bytes=%d hits=%d reason=lru",
+                *(victim.bank_id, victim.frontier, victim.size_bytes, victim.hits),
+            )
+        if await self._bury(victims):
+            raise StoreFull("evicted files could not be removed; nothing more is written")
+
+    def unreserve(self, num_bytes: int) -> None:
+        self._reserved_bytes -= num_bytes
+
+    async def publish(self, entry: Entry, marks: Sequence[Mark]) -> None:
+        """Makes a written temp file of `entry.size_bytes` (reserved) a bank.
+
+        Raises OSError, CatalogError, and StoreFailed when the parent has gone; then the temp file
+        is gone too.
+        """
+        key = (entry.bank_id, entry.base)
+        async with self.changes:
+            parent = self.index.get(entry.parent_id) if entry.parent_id else None
+            if entry.parent_id and (parent is None or Trust.QUARANTINED in parent.trust):
+                await self.run(self.folder.discard, *key)
+                raise StoreFailed("the parent bank has gone")
+            try:
+                await self.run(self.folder.publish, *key, pinned=entry.pinned)
+                await self.ask("publish", self.catalog.add([(entry, marks)]))
+            except (OSError, CatalogError):
+                # Without its row nobody would find it, and its bytes would count for nothing.
+                await self.run(self._withdraw, *key)
+                raise
+            self._rowless.discard(entry.bank_id)
+            self.index.add(entry)
+            self.unreserve(entry.size_bytes)
+            self.version += 1
+
+    def _withdraw(self, bank_id: str, base: int) -> None:
+        """Undoes a half-done publish, as far as the disk lets us; the next start does the rest."""
+        try:
+            self.folder.discard(bank_id, base)
+            dead, _ = self.folder.kill([(bank_id, base)])
+            self.folder.bury(dead, [bank_id])
+        except OSError as error:
+            log.warning("bank file not removed bank=%s error=%s", bank_id, error)
+
+    async def delete(self, entry: Entry) -> int:
+        """Removes a bank, or hides it while children need its rows; returns the bytes freed.
+
+        Raises BankPinned, BankInUse, StoreFailed.
+        """
+        async with self.changes:
+            if self.index.get(entry.bank_id) is not entry or entry.hidden:
+                return 0
+            if entry.pinned:
+                raise BankPinned(f"bank {entry.bank_id} is pinned; unpin it first")
+            if entry.bank_id in self.leases.held():
+                raise BankInUse(f"bank {entry.bank_id} is in use by a running generation")
+            return await self._drop(entry)
+
+    async def expire(self, now: float) -> None:
+        """Removes the banks whose time to live is over, and those hidden ones that nobody needs."""
+        async with self.changes:
+            held = self.leases.held()
+            for bank_id in list(self.index.mortal):
+                entry = self.index.get(bank_id)
+                if entry is None or entry.hidden or bank_id in held:
+                    continue
+                if entry.is_expired(now):
+                    self.observer.evicted("expired")
+                    await self._drop(entry)
+            if self.index.num_hidden:
+                await self._bury(self._unneeded([entry for entry in self.index if entry.hidden]))
+
+    async def _drop(self, entry: Entry) -> int:
+        """Removes or hides; returns the bytes freed. `changes` must be held."""
+        self.version += 1
+        if entry.children:
+            self.index.set_hidden(entry, hidden=True)
+            try:
+                await self.run(self.folder.hide, entry.bank_id)
+                await self.ask("update", self.catalog.update([entry]))
+            except (OSError, CatalogError) as error:
+                raise StoreFailed(f"bank {entry.bank_id} could not be deleted: {error}") from error
+            return 0
+        parent = self.index.get(entry.parent_id)
+        self.index.remove(entry)
+        gone = [entry, *self._unneeded([parent] if parent is not None else [])]
+        if await self._bury(gone):
+            raise StoreFailed(f"the files of bank {entry.bank_id} could not be removed")
+        return sum(each.size_bytes for each in gone)
+
+    def _unneeded(self, candidates: Iterable[Entry]) -> list[Entry]:
+        """Takes hidden banks without children out of the index, and then their parents too."""
+        held = self.leases.held()
+        gone: list[Entry] = []
+        for candidate in candidates:
+            at: Entry | None = candidate
+            while at is not None and at.hidden and not at.children and at.bank_id not in held:
+                parent = self.index.get(at.parent_id)
+                if self.index.get(at.bank_id) is at:
+                    self.index.remove(at)
+                    gone.append(at)
+                at = parent
+        return gone
+
+    async def _bury(self, gone: Sequence[Entry]) -> bool:
+        """Removes files and rows of entries that are out of the index, children before parents.
+
+        `changes` must be held. Whose file cannot be renamed comes back into the index; returns
+        whether any did.
+        """
+        if not gone:
+            return False
+        self.version += 1
+        dead, failed = await self.run(
+            self.folder.kill, [(entry.bank_id, entry.base) for entry in gone]
+        )
+        for entry in reversed(gone):  # parents first
+            if entry.bank_id in failed and (
+                not entry.parent_id or self.index.get(entry.parent_id) is not None
+            ):
+                self.index.add(entry)
+        removed = [entry for entry in gone if entry.bank_id not in failed]
+        await self._forget_rows([entry.bank_id for entry in removed])
+        try:
+            await self.run(self.folder.bury, dead, [entry.bank_id for entry in removed])
+        except OSError as error:
+            self.other_bytes += sum(entry.size_bytes for entry in removed)
+            log.warning("removed bank files stay until the next start error=%s", error)
+        return bool(failed)
+
+    async def _forget_rows(self, bank_ids: Iterable[str]) -> None:
+        """Removes rows, also those that could not be removed before. Rows alone do no harm."""
+        self._rowless.update(bank_ids)
+        self._changed -= self._rowless
+        if not self._rowless:
+            return
+        try:
+            await self.ask("delete", self.catalog.remove(sorted(self._rowless)))
+        except CatalogError as error:
+            log.warning("rows of removed banks stay for now error=%s", error)
+        else:
+            self._rowless.clear()
+
+    async def quarantine(self, entry: Entry, detail: str) -> None:
+        """Takes a bank that failed a check out of service, with all that need its rows."""
+        for each in self.index.descendants(entry):
+            each.trust |= Trust.QUARANTINED  # from now on no lookup offers them
+        self.version += 1
+        async with self.changes:
+            if self.index.get(entry.bank_id) is not entry:
+                return
+            gone = self.index.descendants(entry)
+            for each in reversed(gone):
+                self.index.remove(each)
+            log.warning(
+                "bank quarantined bank=%s tokens=%d dependents=%d detail=%s",
+                *(entry.bank_id, entry.frontier, len(gone) - 1, detail),
+            )
+            try:
+                paths = [self.folder.bank_path(each.bank_id, each.base) for each in gone]
+                await self.run(self.folder.quarantine, paths)
+                await self.run(self.folder.bury, [], [each.bank_id for each in gone])
+                await self.measure()
+            except OSError as error:
+                self.other_bytes += sum(each.size_bytes for each in gone)
+                log.warning("bank files not moved bank=%s error=%s", entry.bank_id, error)
+            await self._forget_rows(each.bank_id for each in gone)
+
+    async def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
+        """Pins or unpins; doing it twice is no error. Raises StoreFailed."""
+        async with self.changes:
+            if entry.pinned == pinned or self.index.get(entry.bank_id) is not entry:
+                return
+            self.index.set_pinned(entry, pinned=pinned)
+            try:
+                await self.run(self.folder.pin if pinned else self.folder.unpin, entry.bank_id)
+                await self.ask("update", self.catalog.update([entry]))
+            except (OSError, CatalogError) as error:
+                self.index.set_pinned(entry, pinned=not pinned)
+                raise StoreFailed(f"the pin could not be changed: {error}") from error
+
+    async def revive(self, entry: Entry, now: float) -> None:
+        """A bank that was deleted or has expired is wanted again. Raises OSError, CatalogError."""
+        async with self.changes:
+            if self.index.get(entry.bank_id) is not entry:
+                return
+            entry.last_used_at = now
+            if entry.hidden:
+                await self.run(self.folder.unhide, entry.bank_id)
+                self.index.set_hidden(entry, hidden=False)
+            await self.ask("update", self.catalog.update([entry]))
+            self.version += 1
+
+    def note(self, entry: Entry) -> None:
+        """Its row is to be written again, some time soon."""
+        self._changed.add(entry.bank_id)
+
+    async def flush(self) -> None:
+        """Writes the rows of noted entries. What fails is tried again at the next flush."""
+        noted, self._changed = self._changed, set()
+        entries = [entry for bank_id in noted if (entry := self.index.get(bank_id)) is not None]
+        if self._rowless:
+            async with self.changes:
+                await self._forget_rows(())
+        if not entries:
+            return
+        try:
+            await self.ask("update", self.catalog.update(entries))
+        except CatalogError as error:
+            self._changed |= noted
+            log.warning("hits and times not written banks=%d error=%s", len(entries), error)

@@ -1,0 +1,423 @@
+"""The store: banks on disk, found again after a restart (`engine.banks.BankStore`).
+
+Owns the lifetimes: folder lock, catalog, threads, upkeep; and the admin's view of banks. Knows no
+engine and no gRPC. Coroutines on the event loop; nothing here computes or waits on disk in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from ds4grpc.bank import BankContent, PersistReason, RecordKind, Trust
+from ds4grpc.engine.banks import BankSource, MatchQuery, Persisted
+from ds4grpc.errors import BankCorrupt, BankNotFound, StoreDisabled, StoreFailed, StoreFull
+from ds4grpc.layout import StateLayout
+from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.database import CatalogError
+from ds4grpc.store.delta import DeltaWriter
+from ds4grpc.store.files import Files
+from ds4grpc.store.folder import Folder
+from ds4grpc.store.format import StateForm
+from ds4grpc.store.index import Entry
+from ds4grpc.store.match import Finder, LeasedBank
+from ds4grpc.store.reader import BankFile
+from ds4grpc.store.reconcile import Reconciled, reconcile
+from ds4grpc.store.shelf import Shelf, StoreObserver
+from ds4grpc.store.tasks import OwnedTasks
+
+log = logging.getLogger(__name__)
+
+UPKEEP_SECONDS = 2.0  # hits and times reach the catalog this late; banks expire this late
+FOREIGN_SECONDS = 60.0  # how often other models' folders are measured
+THREADS_A_POOL = 4  # short file work, loads and writes, block reads: each has its own
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """`folder` is shared by all models; `fingerprint` names the one that runs, 32 bytes."""
+
+    folder: str
+    fingerprint: bytes
+    layout: StateLayout
+    quota_bytes: int
+    min_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class BankInfo:
+    """One stored bank as admin calls show it. Times are seconds since 1970."""
+
+    bank_id: str
+    namespace: bytes
+    parent_id: str
+    base: int
+    frontier: int
+    size_bytes: int
+    trust: Trust
+    pinned: bool
+    hits: int
+    created_at: float
+    last_used_at: float
+    verified_at: float | None
+    ttl_seconds: float | None
+    reason: PersistReason
+    record_kinds: tuple[RecordKind, ...]
+    hidden_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """`hidden`: the file stays until no other bank needs its rows."""
+
+    freed_bytes: int
+    hidden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verifying one bank found; `done` of `total` banks are through."""
+
+    bank_id: str
+    ok: bool
+    detail: str
+    read_bytes: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The disk tier at a glance."""
+
+    folder: str
+    fingerprint: str
+    disk_bytes: int
+    quota_bytes: int
+    free_bytes: int
+    num_stored: int
+    num_pinned: int
+    num_quarantined: int
+
+
+class Store:
+    """Use as `async with Store(config, observer) as store`.
+
+    Entering raises StoreDisabled with the reason when the folder cannot be used or another
+    process owns it.
+    """
+
+    def __init__(
+        self, config: StoreConfig, observer: StoreObserver, files: Files | None = None
+    ) -> None:
+        self._config = config
+        self._form = StateForm(config.fingerprint, config.layout)
+        self._folder = Folder(files or Files(), config.folder, config.fingerprint)
+        self._observer = observer
+        self._tasks = OwnedTasks()
+        self._closing = asyncio.Event()
+        self._lifetime = AsyncExitStack()
+
+    async def __aenter__(self) -> Store:
+        async with AsyncExitStack() as opening:
+            pools = [ThreadPoolExecutor(THREADS_A_POOL, f"store-{name}") for name in "wlr"]
+            for pool in pools:
+                opening.push_async_callback(asyncio.to_thread, pool.shutdown)
+            work, long, readers = pools
+            self._shelf = Shelf(self._folder, self._config.quota_bytes, work, self._observer)
+            opening.push_async_callback(asyncio.to_thread, self._folder.close)
+            await self._shelf.run(self._folder.open)
+            await self._tasks.finish(self._open_catalog())
+            opening.push_async_callback(self._close_catalog)
+            self._finder = Finder(self._shelf, self._form, self._tasks, long, readers)
+            self._writer = DeltaWriter(
+                self._shelf, self._finder, self._form, self._config.min_tokens, long
+            )
+            self._long = long
+            self._tasks.start(self._upkeep())
+            opening.push_async_callback(self._finish_tasks)
+            self._lifetime = opening.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._lifetime.aclose()
+
+    async def _open_catalog(self) -> None:
+        """Opens the catalog and reconciles; one that cannot be used is set aside and rebuilt."""
+        try:
+            try:
+                known = await self._read_catalog()
+            except CatalogError as error:
+                self._observer.catalog_error(error.kind)
+                if error.kind not in ("corrupt", "other"):
+                    raise
+                aside = await self._shelf.run(self._folder.set_catalog_aside, str(int(time.time())))
+                log.warning("catalog set aside and rebuilt file=%s error=%s", aside, error)
+                known = await self._read_catalog()
+            try:
+                await self._reconcile(known)
+            except BaseException:
+                await self._shelf.catalog.close()
+                raise
+        except (OSError, CatalogError) as error:
+            raise StoreDisabled(
+                f"the bank folder {self._folder.path} cannot be used: {error}",
+                reason="STORE_FOLDER_UNUSABLE",
+            ) from error
+
+    async def _read_catalog(self) -> list[Entry]:
+        await self._shelf.run(self._folder.prepare_catalog)
+        catalog = await Catalog.open(self._folder.catalog_path)
+        try:
+            rows = await self._shelf.ask("list", catalog.all())
+        except BaseException:
+            await catalog.close()
+            raise
+        self._shelf.catalog = catalog
+        return rows
+
+    async def _reconcile(self, known: Sequence[Entry]) -> Reconciled:
+        started = time.monotonic()
+        async with self._shelf.changes:
+            result = await reconcile(self._shelf, self._form, known)
+        try:
+            await self._shelf.reserve(0)  # the cap may be lower than at the last run
+        except StoreFull as error:
+            log.warning("the bank folder is over its cap detail=%s", error)
+        log.info(
+            "banks reconciled banks=%d adopted=%d dropped=%d quarantined=%d seconds=%.3f",
+            *(result.num_banks, result.num_adopted, result.num_dropped, result.num_quarantined),
+            time.monotonic() - started,
+        )
+        return result
+
+    async def _finish_tasks(self) -> None:
+        self._closing.set()
+        await self._tasks.drain()
+
+    async def _close_catalog(self) -> None:
+        try:
+            await self._tasks.finish(self._shelf.catalog.close())
+        except CatalogError as error:
+            log.warning("catalog not closed cleanly error=%s", error)
+
+    async def _upkeep(self) -> None:
+        """Runs until the store closes, and a last time then."""
+        foreign_at = time.monotonic() + FOREIGN_SECONDS
+        while not self._closing.is_set():
+            try:
+                await asyncio.wait_for(self._closing.wait(), UPKEEP_SECONDS)
+            except TimeoutError:
+                pass
+            try:
+                await self._shelf.expire(time.time())
+                await self._shelf.flush()
+                await self._shelf.trim_log()
+                if time.monotonic() >= foreign_at:
+                    await self._shelf.measure_foreign()
+                    foreign_at = time.monotonic() + FOREIGN_SECONDS
+            except (OSError, CatalogError, StoreFailed) as error:
+                log.warning("store upkeep failed error=%s", error)
+
+    # What the engine uses.
+
+    @property
+    def version(self) -> int:
+        return self._shelf.version
+
+    async def match(self, query: MatchQuery) -> Sequence[LeasedBank]:
+        if self._closing.is_set():
+            return []
+        return await self._finder.match(query)
+
+    async def persist(self, source: BankSource) -> Persisted:
+        return await self._tasks.finish(self._writer.persist(source))
+
+    async def note_use(self, bank_id: str, *, proven: bool) -> None:
+        entry = self._shelf.index.get(bank_id)
+        if entry is not None:
+            self._shelf.index.used(entry, time.time())
+            if proven:
+                entry.trust |= Trust.PROVEN
+            self._shelf.note(entry)
+
+    async def quarantine(self, bank_id: str, detail: str) -> None:
+        entry = self._shelf.index.get(bank_id)
+        if entry is not None:
+            await self._tasks.finish(self._shelf.quarantine(entry, detail))
+
+    # What the admin sees. `namespace` None is everybody's; a bank of another one, like a deleted
+    # one, is BankNotFound.
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the whole folder occupies; cheap, for gauges."""
+        return self._shelf.disk_bytes
+
+    @property
+    def quota_bytes(self) -> int:
+        return self._shelf.quota_bytes
+
+    @property
+    def banks_by_trust(self) -> dict[str, int]:
+        """Counts for gauges; deleted banks that others need are `untrusted`."""
+        index = self._shelf.index
+        return {
+            "reusable": len(index) - index.num_hidden,
+            "untrusted": index.num_hidden,
+            "quarantined": self._shelf.num_quarantined,
+        }
+
+    @property
+    def num_leased(self) -> int:
+        """Banks that somebody has matched and not released yet."""
+        return len(self._shelf.leases.held())
+
+    async def list_banks(self, namespace: bytes | None = None) -> list[BankInfo]:
+        """All stored banks, in no order."""
+        entries = list(self._shelf.index)
+        return await self._shelf.run(_infos, entries, namespace)
+
+    async def get(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+        """Raises BankNotFound."""
+        return _info(self._visible(bank_id, namespace))
+
+    async def read(self, bank_id: str, namespace: bytes | None = None) -> BankContent:
+        """Ids, records and hidden spans from the file. Raises BankNotFound, BankCorrupt."""
+        entry = self._visible(bank_id, namespace)
+        leases = await self._tasks.finish(self._finder.open([entry]))
+        if not leases:
+            raise BankCorrupt(f"bank {bank_id} failed a check and was quarantined", kind="other")
+        content = leases[0].content
+        leases[0].release()
+        return content
+
+    async def delete(self, bank_id: str, namespace: bytes | None = None) -> Deleted:
+        """Raises BankNotFound, BankPinned, BankInUse, StoreFailed."""
+        entry = self._visible(bank_id, namespace)
+        freed_bytes = await self._tasks.finish(self._shelf.delete(entry))
+        return Deleted(freed_bytes, hidden=freed_bytes == 0)
+
+    async def pin(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+        """Pinning twice is no error. Raises BankNotFound, StoreFailed."""
+        return await self._set_pinned(self._visible(bank_id, namespace), pinned=True)
+
+    async def unpin(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+        """Unpinning twice is no error. Raises BankNotFound, StoreFailed."""
+        return await self._set_pinned(self._visible(bank_id, namespace), pinned=False)
+
+    async def _set_pinned(self, entry: Entry, *, pinned: bool) -> BankInfo:
+        await self._tasks.finish(self._shelf.set_pinned(entry, pinned=pinned))
+        return _info(entry)
+
+    async def verify(
+        self, bank_ids: Iterable[str] = (), namespace: bytes | None = None
+    ) -> AsyncIterator[Verdict]:
+        """Reads banks whole (none named: all) and checks every block; quarantines what fails.
+
+        Raises BankNotFound before the first verdict.
+        """
+        entries = [self._visible(bank_id, namespace) for bank_id in bank_ids]
+        if not entries:
+            entries = [
+                entry
+                for entry in self._shelf.index
+                if namespace is None or entry.namespace == namespace
+            ]
+        for done, entry in enumerate(entries, start=1):
+            read_bytes, detail = await self._tasks.finish(self._verify(entry))
+            yield Verdict(entry.bank_id, not detail, detail, read_bytes, done, len(entries))
+
+    async def _verify(self, entry: Entry) -> tuple[int, str]:
+        """(bytes read, what failed)."""
+        if self._shelf.index.get(entry.bank_id) is not entry:
+            return 0, "the bank has gone meanwhile"
+        lease = self._finder.lease(entry)
+        loop = asyncio.get_running_loop()
+        try:
+            read_bytes = await loop.run_in_executor(self._long, self._read_whole, lease)
+        except BankCorrupt as error:
+            await self._shelf.quarantine(entry, error.message)
+            return 0, error.message
+        finally:
+            lease.release()
+        entry.verified_at = time.time()
+        self._shelf.note(entry)
+        return read_bytes, ""
+
+    def _read_whole(self, lease: LeasedBank) -> int:
+        with BankFile.open(self._folder.files, lease.links[-1].path, self._form) as file:
+            return file.verify()
+
+    async def rescan(self) -> Reconciled:
+        """Reads the folder again, as at a start. Raises StoreFailed."""
+        return await self._tasks.finish(self._rescan())
+
+    async def _rescan(self) -> Reconciled:
+        async with self._writer.turn:
+            try:
+                return await self._reconcile(list(self._shelf.index))
+            except (OSError, CatalogError) as error:
+                raise StoreFailed(f"the folder could not be read again: {error}") from error
+
+    async def storage(self) -> Storage:
+        """Raises StoreFailed."""
+        shelf = self._shelf
+        try:
+            free_bytes = await shelf.run(self._folder.files.free_bytes, self._folder.path)
+        except OSError as error:
+            raise StoreFailed(f"the folder cannot be read: {error}") from error
+        return Storage(
+            folder=self._folder.path,
+            fingerprint=self._config.fingerprint.hex(),
+            disk_bytes=shelf.disk_bytes,
+            quota_bytes=shelf.quota_bytes,
+            free_bytes=free_bytes,
+            num_stored=len(shelf.index) - shelf.index.num_hidden,
+            num_pinned=shelf.index.num_pinned,
+            num_quarantined=shelf.num_quarantined,
+        )
+
+    def _visible(self, bank_id: str, namespace: bytes | None) -> Entry:
+        entry = self._shelf.index.get(bank_id)
+        if (
+            entry is None
+            or entry.hidden
+            or (namespace is not None and entry.namespace != namespace)
+        ):
+            raise BankNotFound(f"no bank {bank_id!r} is stored; `ds4grpc banks ls` shows which are")
+        return entry
+
+
+def _infos(entries: Iterable[Entry], namespace: bytes | None) -> list[BankInfo]:
+    return [
+        _info(entry)
+        for entry in entries
+        if not entry.hidden and (namespace is None or entry.namespace == namespace)
+    ]
+
+
+def _info(entry: Entry) -> BankInfo:
+    return BankInfo(
+        bank_id=entry.bank_id,
+        namespace=entry.namespace,
+        parent_id=entry.parent_id,
+        base=entry.base,
+        frontier=entry.frontier,
+        size_bytes=entry.size_bytes,
+        trust=entry.trust,
+        pinned=entry.pinned,
+        hits=entry.hits,
+        created_at=entry.created_at,
+        last_used_at=entry.last_used_at,
+        verified_at=entry.verified_at,
+        ttl_seconds=entry.ttl_seconds,
+        reason=entry.reason,
+        record_kinds=entry.record_kinds,
+        hidden_tokens=entry.hidden_tokens,
+    )

@@ -1,0 +1,121 @@
+"""Writing one bank file: the header's arithmetic first, then the bytes in pieces.
+
+Owns the order of writes inside a temp file. Knows no catalog, no final name and no policy.
+Blocking: one worker thread a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds4grpc.engine.banks import RowSource
+from ds4grpc.store.content import FileContent, encode_records, encode_tools
+from ds4grpc.store.files import Files
+from ds4grpc.store.format import (
+    IDS,
+    RECORDS,
+    ROWS,
+    TAIL,
+    TOOLMAP,
+    Header,
+    Section,
+    StateForm,
+    block_rows,
+    checksum,
+    data_start,
+    encode_header,
+    encode_preamble,
+    with_checksums,
+    with_sections,
+)
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A file about to be written: everything but rows, tails and checksums."""
+
+    header: Header
+    header_bytes: int
+    parts: dict[str, bytes]  # ids, records, toolmap
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file; a multiple of 4 KiB, so also what it occupies."""
+        return data_start(self.header_bytes) + self.header.data_bytes
+
+
+def draft_file(header: Header, content: FileContent, form: StateForm) -> Draft:
+    """Lays a file out; `header` has no section table yet."""
+    parts = {
+        IDS: content.ids.astype("<u4", copy=False).tobytes(),
+        RECORDS: encode_records(content.hidden, content.records),
+        TOOLMAP: encode_tools(content.tools),
+    }
+    full = with_sections(header, form.layout, len(parts[RECORDS]), len(parts[TOOLMAP]))
+    return Draft(full, len(encode_header(full)), parts)
+
+
+def write_file(files: Files, path: str, draft: Draft, form: StateForm, source: RowSource) -> None:
+    """Writes the file and syncs its bytes; on any failure there is no file.
+
+    Every piece is at most 1 MiB and is checked with `source.check()` once its bytes are out of
+    the source. Raises OSError, SourceMoved.
+    """
+    descriptor = files.create(path)
+    try:
+        files.allocate(descriptor, draft.size_bytes, path)
+        start = data_start(draft.header_bytes)
+        checksums: list[list[int]] = []
+        for section in draft.header.sections:
+            values: list[int] = []
+            for index in range(section.num_blocks):
+                block = _block(section, index, draft, form, source)
+                values.append(checksum(block))
+                offset = start + section.offset + section.block(index)[0]
+                files.write(descriptor, block, offset, path)
+                source.check()
+            checksums.append(values)
+        header_json = encode_header(with_checksums(draft.header, checksums))
+        # The header goes last: a file that lacks any block has no valid start.
+        files.write(descriptor, encode_preamble(header_json) + header_json, 0, path)
+        files.sync_data(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        files.unlink(path)
+        raise
+    os.close(descriptor)
+
+
+def _block(
+    section: Section, index: int, draft: Draft, form: StateForm, source: RowSource
+) -> Buffer:
+    start, end = section.block(index)
+    if section.name in draft.parts:
+        return memoryview(draft.parts[section.name])[start:end]
+    if section.name == TAIL:
+        return b"".join(_tail_pieces(start, end, draft.header, form, source))
+    plane, rows = next(
+        (plane, rows)
+        for plane, rows in enumerate(form.layout.rows)
+        if ROWS + rows.name == section.name
+    )
+    pieces = block_rows(section, index, draft.header.row_ranges(rows), rows.row_bytes)
+    views = [source.view(plane, piece.start_row, piece.stop_row) for piece in pieces]
+    block = views[0] if len(views) == 1 else b"".join(views)
+    assert len(block) == end - start
+    return block
+
+
+def _tail_pieces(
+    start: int, end: int, header: Header, form: StateForm, source: RowSource
+) -> Iterator[bytes]:
+    """The bytes [start, end) of all tails one after the other."""
+    size = form.layout.tail_bytes
+    for number in range(start // size, -(-end // size)):
+        tail = source.tail(header.tails[number])
+        assert len(tail) == size
+        yield tail[max(0, start - number * size) : end - number * size]

@@ -1,0 +1,275 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class BankLocation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BANK_LOCATION_UNSPECIFIED: _ClassVar[BankLocation]
+    BANK_LOCATION_RESIDENT: _ClassVar[BankLocation]
+    BANK_LOCATION_STORED: _ClassVar[BankLocation]
+    BANK_LOCATION_BOTH: _ClassVar[BankLocation]
+
+class RecordKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RECORD_KIND_UNSPECIFIED: _ClassVar[RecordKind]
+    RECORD_KIND_RAW: _ClassVar[RecordKind]
+    RECORD_KIND_VISIBLE: _ClassVar[RecordKind]
+    RECORD_KIND_PROMPT: _ClassVar[RecordKind]
+
+class TrustFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRUST_FLAG_UNSPECIFIED: _ClassVar[TrustFlag]
+    TRUST_FLAG_COMMITTED: _ClassVar[TrustFlag]
+    TRUST_FLAG_KEYED: _ClassVar[TrustFlag]
+    TRUST_FLAG_DURABLE: _ClassVar[TrustFlag]
+    TRUST_FLAG_PROVEN: _ClassVar[TrustFlag]
+    TRUST_FLAG_QUARANTINED: _ClassVar[TrustFlag]
+BANK_LOCATION_UNSPECIFIED: BankLocation
+BANK_LOCATION_RESIDENT: BankLocation
+BANK_LOCATION_STORED: BankLocation
+BANK_LOCATION_BOTH: BankLocation
+RECORD_KIND_UNSPECIFIED: RecordKind
+RECORD_KIND_RAW: RecordKind
+RECORD_KIND_VISIBLE: RecordKind
+RECORD_KIND_PROMPT: RecordKind
+TRUST_FLAG_UNSPECIFIED: TrustFlag
+TRUST_FLAG_COMMITTED: TrustFlag
+TRUST_FLAG_KEYED: TrustFlag
+TRUST_FLAG_DURABLE: TrustFlag
+TRUST_FLAG_PROVEN: TrustFlag
+TRUST_FLAG_QUARANTINED: TrustFlag
+
+class Waypoint(_message.Message):
+    __slots__ = ("key_offset_bytes", "token_position")
+    KEY_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_POSITION_FIELD_NUMBER: _ClassVar[int]
+    key_offset_bytes: int
+    token_position: int
+    def __init__(self, key_offset_bytes: _Optional[int] = ..., token_position: _Optional[int] = ...) -> None: ...
+
+class BankRecord(_message.Message):
+    __slots__ = ("kind", "key_bytes", "key_tokens", "renderer", "waypoints", "key_text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RENDERER_FIELD_NUMBER: _ClassVar[int]
+    WAYPOINTS_FIELD_NUMBER: _ClassVar[int]
+    KEY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: RecordKind
+    key_bytes: int
+    key_tokens: int
+    renderer: str
+    waypoints: _containers.RepeatedCompositeFieldContainer[Waypoint]
+    key_text: str
+    def __init__(self, kind: _Optional[_Union[RecordKind, str]] = ..., key_bytes: _Optional[int] = ..., key_tokens: _Optional[int] = ..., renderer: _Optional[str] = ..., waypoints: _Optional[_Iterable[_Union[Waypoint, _Mapping]]] = ..., key_text: _Optional[str] = ...) -> None: ...
+
+class Bank(_message.Message):
+    __slots__ = ("bank_id", "location", "frontier", "trust", "parent_bank_id", "base", "size_bytes", "pinned", "hits", "create_time", "last_use_time", "verify_time", "persist_reason", "record_kinds", "slot", "records", "hidden_tokens")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    LAST_USE_TIME_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_TIME_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_REASON_FIELD_NUMBER: _ClassVar[int]
+    RECORD_KINDS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    location: BankLocation
+    frontier: int
+    trust: _containers.RepeatedScalarFieldContainer[TrustFlag]
+    parent_bank_id: str
+    base: int
+    size_bytes: int
+    pinned: bool
+    hits: int
+    create_time: _timestamp_pb2.Timestamp
+    last_use_time: _timestamp_pb2.Timestamp
+    verify_time: _timestamp_pb2.Timestamp
+    persist_reason: str
+    record_kinds: _containers.RepeatedScalarFieldContainer[RecordKind]
+    slot: int
+    records: _containers.RepeatedCompositeFieldContainer[BankRecord]
+    hidden_tokens: int
+    def __init__(self, bank_id: _Optional[str] = ..., location: _Optional[_Union[BankLocation, str]] = ..., frontier: _Optional[int] = ..., trust: _Optional[_Iterable[_Union[TrustFlag, str]]] = ..., parent_bank_id: _Optional[str] = ..., base: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., hits: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., persist_reason: _Optional[str] = ..., record_kinds: _Optional[_Iterable[_Union[RecordKind, str]]] = ..., slot: _Optional[int] = ..., records: _Optional[_Iterable[_Union[BankRecord, _Mapping]]] = ..., hidden_tokens: _Optional[int] = ...) -> None: ...
+
+class ListBanksRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "filter", "order_by")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_BY_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    filter: str
+    order_by: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[str] = ..., order_by: _Optional[str] = ...) -> None: ...
+
+class ListBanksResponse(_message.Message):
+    __slots__ = ("banks", "next_page_token", "total_size")
+    BANKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    banks: _containers.RepeatedCompositeFieldContainer[Bank]
+    next_page_token: str
+    total_size: int
+    def __init__(self, banks: _Optional[_Iterable[_Union[Bank, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_size: _Optional[int] = ...) -> None: ...
+
+class GetBankRequest(_message.Message):
+    __slots__ = ("bank_id", "include_key_text")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_KEY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    include_key_text: bool
+    def __init__(self, bank_id: _Optional[str] = ..., include_key_text: _Optional[bool] = ...) -> None: ...
+
+class GetBankResponse(_message.Message):
+    __slots__ = ("bank",)
+    BANK_FIELD_NUMBER: _ClassVar[int]
+    bank: Bank
+    def __init__(self, bank: _Optional[_Union[Bank, _Mapping]] = ...) -> None: ...
+
+class DeleteBankRequest(_message.Message):
+    __slots__ = ("bank_id",)
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    def __init__(self, bank_id: _Optional[str] = ...) -> None: ...
+
+class DeleteBankResponse(_message.Message):
+    __slots__ = ("freed_bytes", "hidden")
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    freed_bytes: int
+    hidden: bool
+    def __init__(self, freed_bytes: _Optional[int] = ..., hidden: _Optional[bool] = ...) -> None: ...
+
+class PinBankRequest(_message.Message):
+    __slots__ = ("bank_id",)
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    def __init__(self, bank_id: _Optional[str] = ...) -> None: ...
+
+class PinBankResponse(_message.Message):
+    __slots__ = ("bank",)
+    BANK_FIELD_NUMBER: _ClassVar[int]
+    bank: Bank
+    def __init__(self, bank: _Optional[_Union[Bank, _Mapping]] = ...) -> None: ...
+
+class UnpinBankRequest(_message.Message):
+    __slots__ = ("bank_id",)
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    def __init__(self, bank_id: _Optional[str] = ...) -> None: ...
+
+class UnpinBankResponse(_message.Message):
+    __slots__ = ("bank",)
+    BANK_FIELD_NUMBER: _ClassVar[int]
+    bank: Bank
+    def __init__(self, bank: _Optional[_Union[Bank, _Mapping]] = ...) -> None: ...
+
+class VerifyBanksRequest(_message.Message):
+    __slots__ = ("bank_ids",)
+    BANK_IDS_FIELD_NUMBER: _ClassVar[int]
+    bank_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, bank_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class VerifyBanksResponse(_message.Message):
+    __slots__ = ("bank_id", "ok", "detail", "read_bytes", "done", "total")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    ok: bool
+    detail: str
+    read_bytes: int
+    done: int
+    total: int
+    def __init__(self, bank_id: _Optional[str] = ..., ok: _Optional[bool] = ..., detail: _Optional[str] = ..., read_bytes: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class FlushBanksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushBanksResponse(_message.Message):
+    __slots__ = ("bank_id", "frontier", "written_bytes", "detail")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    frontier: int
+    written_bytes: int
+    detail: str
+    def __init__(self, bank_id: _Optional[str] = ..., frontier: _Optional[int] = ..., written_bytes: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RescanBanksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RescanBanksResponse(_message.Message):
+    __slots__ = ("num_banks", "num_adopted", "num_dropped", "num_quarantined", "duration")
+    NUM_BANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    num_banks: int
+    num_adopted: int
+    num_dropped: int
+    num_quarantined: int
+    duration: _duration_pb2.Duration
+    def __init__(self, num_banks: _Optional[int] = ..., num_adopted: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetStorageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStorageResponse(_message.Message):
+    __slots__ = ("enabled", "detail", "folder", "fingerprint", "disk_bytes", "quota_bytes", "free_bytes", "num_stored", "num_pinned", "num_quarantined", "num_resident", "kv_memory_bytes", "kv_memory_quota_bytes")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    detail: str
+    folder: str
+    fingerprint: str
+    disk_bytes: int
+    quota_bytes: int
+    free_bytes: int
+    num_stored: int
+    num_pinned: int
+    num_quarantined: int
+    num_resident: int
+    kv_memory_bytes: int
+    kv_memory_quota_bytes: int
+    def __init__(self, enabled: _Optional[bool] = ..., detail: _Optional[str] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., disk_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_resident: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., kv_memory_quota_bytes: _Optional[int] = ...) -> None: ...
