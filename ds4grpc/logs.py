@@ -97,7 +97,8 @@ def _time(record: logging.LogRecord) -> str:
 class LogWriter(logging.Handler):
     """Takes the root logger's records while it is open (`with`), any thread.
 
-    `form` is `text` or `json`. `level` holds for this package; other packages are heard from `warning` on.
+    `form` is `text` or `json`. `level` holds for this package; others are heard from `warning`
+    on.
     """
 
     def __init__(self, stream: TextIO, *, form: str, level: str) -> None:

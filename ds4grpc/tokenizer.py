@@ -91,21 +91,20 @@ class Tokenizer:
         self.eos_text = "" if eos_id is None else spellings[eos_id]
 
         ends = {
-            eos_id,
-            fields.token_id("eot_token_id", self.vocabulary_size),
-            fields.token_id("eom_token_id", self.vocabulary_size),
-        } - {None}
-        specials = {s: i for i, s in enumerate(spellings) if types[i] in (_CONTROL, _USER_DEFINED)}
+            token_id
+            for name in ("eos_token_id", "eot_token_id", "eom_token_id")
+            if (token_id := fields.token_id(name, self.vocabulary_size)) is not None
+        }
         # A file may mark its end tokens as ordinary ones; they must never reach a client as text.
-        self.controls = MappingProxyType(
-            {s: i for i, s in enumerate(spellings) if types[i] == _CONTROL or i in ends}
+        self._control_ids = ends.union(i for i, kind in enumerate(types) if kind == _CONTROL)
+        self._special_ids = self._control_ids.union(
+            i for i, kind in enumerate(types) if kind == _USER_DEFINED
         )
-        self.specials = MappingProxyType({**specials, **self.controls})
-        self.end_ids = frozenset(i for i in ends if i is not None) | frozenset(
+        self.controls = MappingProxyType({spellings[i]: i for i in sorted(self._control_ids)})
+        self.specials = MappingProxyType({spellings[i]: i for i in sorted(self._special_ids)})
+        self.end_ids = frozenset(ends).union(
             self.controls[spelling] for spelling in _END_SPELLINGS if spelling in self.controls
         )
-        self._control_ids = frozenset(self.controls.values())
-        self._special_ids = frozenset(self.specials.values())
         self._bytes = tuple(
             _bytes_of(spelling, special=i in self._special_ids)
             for i, spelling in enumerate(spellings)
@@ -116,14 +115,7 @@ class Tokenizer:
             {s: i for i, s in enumerate(spellings) if i not in self._special_ids}, merges, pre
         )
         flags = f"{fields.text('pre')} {self.bos_id} {self.add_bos} {sorted(self.end_ids)}"
-        self.digest = _digest(
-            (
-                _join(spellings),
-                bytes(types),
-                _join(merges),
-                flags.encode(),
-            )
-        )
+        self.digest = _digest((_join(spellings), bytes(types), _join(merges), flags.encode()))
 
     def encode(self, text: str) -> list[int]:
         """Ids of escaped `text`: spellings of special tokens as their ids, the rest as plain text.
@@ -304,10 +296,11 @@ def _byte_of_character() -> dict[int, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
+_BYTE_CHARACTERS = frozenset(map(chr, _BYTE_OF_CHARACTER))
 
 
 def _bytes_of(spelling: str, *, special: bool) -> bytes:
-    if special or not all(ord(character) in _BYTE_OF_CHARACTER for character in spelling):
+    if special or not _BYTE_CHARACTERS.issuperset(spelling):
         return spelling.encode()
     return spelling.translate(_BYTE_OF_CHARACTER).encode("latin-1")
 

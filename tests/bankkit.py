@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from ds4grpc.bank import BankContent, Ids, PersistReason, Record, RecordKind, Waypoint, namespace
+from ds4grpc.bank import bank_id as bank_id_of
 from ds4grpc.engine.banks import BankSource, MatchQuery, SourceMoved
 from ds4grpc.layout import Rows, Spans, StateLayout
+from ds4grpc.store.files import Files
 from ds4grpc.store.store import StoreConfig
 
 SPACE = namespace("tenant", b"")
@@ -32,7 +35,7 @@ TAILED = StateLayout(
     (Rows("packed", 40, tokens_per_row=4), Rows("near", 24, window=16)),
     tail_bytes=300,
 )
-WIDE = StateLayout("wide/1", (Rows("kv", 7000), Rows("packed", 300_000, tokens_per_row=4)))
+WIDE = StateLayout("wide/1", (Rows("kv", 7000), Rows("packed", 200_000, tokens_per_row=8)))
 LAYOUTS = (PLAIN, RATIO, WINDOWED, TAILED, WIDE)
 
 
@@ -71,6 +74,27 @@ async def eventually(is_so: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it did not happen")
+
+
+# Reading changes nothing, so dying there is dying before the next change.
+READS = ("read", "open_read", "scan")
+
+
+class DyingFiles(Files):
+    """Ends the process before its `deadline`-th change, once armed; counts them anyway."""
+
+    def __init__(self, deadline: int = 0) -> None:
+        self.operations: list[str] = []
+        self.deadline = deadline
+
+    def arm(self, deadline: int) -> None:
+        self.deadline = len(self.operations) + deadline
+
+    def before(self, operation: str, path: str) -> None:
+        if operation not in READS:
+            self.operations.append(operation)
+            if len(self.operations) == self.deadline:
+                os._exit(9)
 
 
 class MemorySource:
@@ -214,9 +238,32 @@ class Turns:
         return self.ids[:position]
 
     @property
+    def bank_id(self) -> str:
+        return bank_id_of(self.space, FINGERPRINT, self.ids)
+
+    @property
+    def resumes_at(self) -> int:
+        """Where a whole restore goes on."""
+        content = self.content
+        return self.layout.replay_base(self.frontier, content.held, content.tails)
+
+    def branch_at(self, position: int) -> Turns:
+        """The same conversation as it was at one of its waypoints."""
+        waypoints = tuple(point for point in self.waypoints if point.position <= position)
+        text = self.text[: waypoints[-1].offset]
+        records = tuple(record for record in self.records if len(record.key) <= len(text))
+        return replace(
+            self, ids=self.ids[:position], text=text, waypoints=waypoints, records=records
+        )
+
+    def head_only(self) -> Turns:
+        """What the head alone is as a bank: ids, no records."""
+        return replace(self, ids=self.ids[: self.head], text=b"", waypoints=(), records=())
+
+    @property
     def content(self) -> BankContent:
         points = [0, *(point.position for point in self.waypoints)]
-        if self.head:
+        if 0 < self.head <= self.frontier:
             points.append(self.head)
         return BankContent(
             namespace=self.space,

@@ -108,12 +108,14 @@ def chat_request(messages: Messages, **options: Any) -> pb.GenerateRequest:
 
 
 def request_options(**options: Any) -> pb.GenerateRequest:
-    """Everything but the input. Options: request_id, max_tokens, temperature (0), seed, stop,
+    """Everything but the input. Options: request_id, max_tokens, temperature (0), seed, bias, stop,
     bypass, no_store, exact, pin, salt, ids (True), prompt_ids (True), logprobs, progress."""
     sampling = pb.Sampling(temperature=options.pop("temperature", 0.0))
     for name in ("seed", "top_p", "top_k", "min_p", "repetition_penalty"):
         if name in options:
             setattr(sampling, name, options.pop(name))
+    for token_id, bias in options.pop("bias", {}).items():
+        sampling.logit_bias[token_id] = bias
     stopping = pb.Stopping(
         stop=options.pop("stop", ()),
         stop_token_ids=options.pop("stop_token_ids", ()),

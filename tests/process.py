@@ -36,7 +36,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **env},
+            env={**_environment(), **env},
         )
         self._lines: list[str] = []
         self.ready_line = ""
@@ -133,6 +133,11 @@ class ServerProcess:
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the variables of our own: `serve` refuses those it does not know."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("DS4GRPC_")}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ At the first difference the cold run's log probabilities decide: two ids that di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from client import Client, Reply
 
@@ -18,8 +19,10 @@ FORCED_CLOSE = "\n</think>\n\n"  # what closes a block where the template has no
 class Judge:
     """Compares replies with those of `cold`, a process that knows nothing; counts near ties."""
 
-    def __init__(self, cold: Client) -> None:
+    def __init__(self, cold: Client, **options: Any) -> None:
+        """`options` are those that the replies were asked with besides their input."""
         self._cold = cold
+        self._options = options
         self.num_tokens = 0
         self.near_ties: list[str] = []
 
@@ -39,7 +42,9 @@ class Judge:
 
     async def cold_reply(self, ids: Sequence[int], max_tokens: int) -> Reply:
         """What the cold process answers to these ids."""
-        reply = await self._cold.tokens(ids, max_tokens=max_tokens, logprobs=20, bypass=True)
+        reply = await self._cold.tokens(
+            ids, max_tokens=max_tokens, logprobs=20, bypass=True, **self._options
+        )
         assert reply.admission == "cold"
         assert reply.prompt_ids == list(ids)
         return reply

@@ -8,6 +8,7 @@ so that greedy runs neither cycle nor meet near ties.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,18 +50,21 @@ def write_tiny(
     shape: TinyShape | None = None,
     *,
     template: str | None = None,
-    extra: dict[str, Any] | None = None,
+    also: Callable[[GGUFWriter], None] | None = None,
+    extra: dict[str, npt.NDArray[np.float32]] | None = None,
     leave_out: str = "",
 ) -> Path:
     """Writes the checkpoint to `path` and returns it; the same arguments give the same bytes.
 
-    `template` replaces SmolLM2's chat template, `extra` adds tensors, `leave_out` names one that
-    is not written.
+    `template` replaces SmolLM2's chat template and `also` may add metadata. `extra` adds tensors,
+    or replaces some; `leave_out` names one that is not written.
     """
     shape = shape or TinyShape()
     writer = GGUFWriter(path, "llama")
     _write_numbers(writer, shape)
     _write_vocabulary(writer, template)
+    if also is not None:
+        also(writer)
     for name, tensor in {**_tensors(shape), **(extra or {})}.items():
         if name != leave_out:
             writer.add_tensor(name, tensor)
@@ -101,7 +105,6 @@ def _write_vocabulary(writer: GGUFWriter, template: str | None) -> None:
     writer.add_token_merges(vocabulary["tokenizer.ggml.merges"])
     writer.add_bos_token_id(vocabulary["tokenizer.ggml.bos_token_id"])
     writer.add_eos_token_id(vocabulary["tokenizer.ggml.eos_token_id"])
-    writer.add_add_bos_token(vocabulary["tokenizer.ggml.add_bos_token"])
     writer.add_chat_template(template or vocabulary["tokenizer.chat_template"])
 
 

@@ -43,6 +43,8 @@ class Escaper:
         self._inside = re.compile(_occurrences(distinct))
         self._anywhere = re.compile(_occurrences(distinct, partial_at_end=True))
         self._front = re.compile(_remainders(distinct))
+        self._longest = max(map(len, distinct), default=0)
+        self._beginnings = frozenset(s[:end] for s in distinct for end in range(1, len(s)))
 
     def escape(self, text: str) -> str:
         """One client string in escaped form, safe next to any other text."""
@@ -52,6 +54,11 @@ class Escaper:
     def escape_inside(self, text: str) -> str:
         """Like `escape`, but only whole spellings are broken: for text that stands alone."""
         return self._inside.sub(rf"\g<0>{ESCAPE}", text.replace(ESCAPE, ESCAPE * 2))
+
+    def leaves_open(self, text: str) -> bool:
+        """Whether escaped `text` ends with the beginning of a spelling, so that what follows it
+        could complete a control token or marker across its end."""
+        return any(text[-length:] in self._beginnings for length in range(1, self._longest))
 
     def escape_json(self, value: Any) -> Any:
         """A parsed JSON value with every string in it escaped, names of members included."""

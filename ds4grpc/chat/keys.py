@@ -30,6 +30,8 @@ from ds4grpc.tokenizer import ESCAPE, Tokenizer
 
 # Stands for whatever the next turn says; never part of a key.
 _NEXT_TEXT: Final = "x"
+# More than the longest spelling of a control token.
+_TAIL_BYTES: Final = 1024
 
 Outcome = Literal["built", "prompt", "unsound"]
 
@@ -85,13 +87,15 @@ def build_records(renderer: Renderer, prompt: Prompt, reply: Reply, bank: BankVi
 def check_record(renderer: Renderer, record: Record, ids: Ids, hidden: Spans) -> bool:
     """Whether `record` tells the truth about a bank with `ids` and reasoning at `hidden`.
 
-    Between two waypoints the key and the tokens must be the same visible text. A record of
-    another renderer is not judged, so it is not sound.
+    Between two waypoints the key and the tokens must be the same visible text, and no waypoint
+    may stand where a prompt that shares the key up to it could have a control token or marker
+    across it. A record of another renderer is not judged, so it is not sound.
     """
     if record.renderer == renderer.digest:
-        reader = renderer.reader
+        reader, escaper = renderer.reader, renderer.escaper
     elif record.renderer == IDENTITY_DIGEST:
-        reader = renderer.codec.reader
+        reader, escaper = renderer.codec.reader, renderer.codec.escaper
+        hidden = Spans()  # plain text replays whole
     else:
         return False
     ends = record.kind is not RecordKind.PROMPT
@@ -108,11 +112,12 @@ def check_record(renderer: Renderer, record: Record, ids: Ids, hidden: Spans) ->
                 return False
             if not (position < waypoint.position <= len(ids)):
                 return False
-            if not reader.agrees(
-                record.key[offset : waypoint.offset].decode(),
-                ids[position : waypoint.position],
-                _within(hidden, position, waypoint.position),
-            ):
+            text = record.key[offset : waypoint.offset].decode()
+            span = _within(hidden, position, waypoint.position)
+            if not reader.agrees(text, ids[position : waypoint.position], span):
+                return False
+            before = record.key[max(0, waypoint.offset - _TAIL_BYTES) : waypoint.offset]
+            if escaper.leaves_open(before.decode(errors="ignore")):
                 return False
             offset, position = waypoint.offset, waypoint.position
         rest = record.key[offset:].decode()
@@ -196,6 +201,8 @@ class _Turn:
                 blank = self._text[start + asked_end : start + there]
                 end = start + seen_end
                 end += shared_space(render[end:], blank)
+                if self._renderer.escaper.leaves_open(render[:end][-_TAIL_BYTES:]):
+                    continue
                 moved = len(render[:end].encode())
             if offset < moved < key_bytes and position < waypoint.position < len(self._bank.ids):
                 offset, position = moved, waypoint.position

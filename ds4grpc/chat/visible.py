@@ -25,8 +25,6 @@ _OPEN: Final = 0xFE
 _CLOSE: Final = 0xFF
 _CONTROL_BYTE: Final = 0xFD
 
-_SPACE: Final = re.compile(r"\s+")
-
 
 @dataclass(frozen=True, slots=True)
 class Visible:
@@ -70,13 +68,13 @@ class Reader:
         self._control_ids = np.asarray(sorted(tokenizer.controls.values()), dtype=np.uint32)
         # A family whose close marker also ends turns must not lose the end of a turn.
         self._close_ends_turn = tokenizer.controls.get(close_marker, -1) in tokenizer.end_ids
-        self._atoms = re.compile(
+        structure = (
             f"(?P<open>{re.escape(open_marker) or '(?!)'})"
             f"|(?P<close>{re.escape(close_marker) or '(?!)'})"
             f"|(?P<control>{self._controls.pattern})"
-            r"|(?P<space>\s+)"
-            f"|(?P<escape>{ESCAPE}{ESCAPE}?)"
         )
+        self._structure = re.compile(structure)
+        self._atoms = re.compile(rf"{structure}|(?P<space>\s+)|(?P<escape>{ESCAPE}{ESCAPE}?)")
         self._open_form = self._anyhow(open_marker)
         self._close_form = self._anyhow(close_marker)
         # Bytes without a token vanish in encoding, so they are in a text but never in a bank.
@@ -126,7 +124,8 @@ class Reader:
 
     def control_ends(self, text: str) -> list[int]:
         """Where the control tokens of escaped `text` end that are no part of a marker."""
-        return [atom.end() for atom in self._atoms.finditer(text) if atom.lastgroup == "control"]
+        atoms = self._structure.finditer(text)
+        return [atom.end() for atom in atoms if atom.lastgroup == "control"]
 
     def same_text(self, key: str, ids: Ids) -> bool:
         """Whether escaped `key` is all the text of `ids`, white space aside."""
@@ -195,7 +194,7 @@ class Reader:
 
     def _bare(self, tagged: str) -> bytes:
         """Tagged text without white space and lost bytes, a control token as one byte more."""
-        data = _SPACE.sub("", tagged).encode("utf-8", "surrogatepass")
+        data = "".join(tagged.split()).encode("utf-8", "surrogatepass")
         data = data.translate(None, self._lost)
         for surrogate, byte in _BYTES.items():
             data = data.replace(surrogate, bytes([byte]))

@@ -96,17 +96,14 @@ def run(
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     turn, begun = Turn(), time.monotonic()
     call = stub.Generate(asked, metadata=target.metadata)
-    asked_to_stop: list[object] = []
+    cancel = pb.CancelGenerationRequest(request_id=asked.request_id)
+    kept: list[object] = []  # gRPC cancels a call whose future is dropped
 
-    def stop() -> None:
-        if asked_to_stop:
-            call.cancel()
-            return
-        cancel = pb.CancelGenerationRequest(request_id=asked.request_id)
-        # Kept: gRPC cancels a call whose future is dropped.
-        asked_to_stop.append(stub.CancelGeneration.future(cancel, metadata=target.metadata))
+    def ask_to_end() -> None:
+        kept.append(stub.CancelGeneration.future(cancel, metadata=target.metadata))
 
-    with on_interrupt(stop):
+    ways_out = iter((ask_to_end,))
+    with on_interrupt(lambda: next(ways_out, call.cancel)()):
         for event in call:
             kind = event.WhichOneof("event")
             if kind == "delta":

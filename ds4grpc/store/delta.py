@@ -16,13 +16,12 @@ import asyncio
 import errno
 import logging
 import time
-from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ds4grpc.bank import BankContent, Record, RecordKind, Trust, bank_id, common_prefix
 from ds4grpc.engine.banks import BankSource, Persisted, SourceMoved
-from ds4grpc.errors import StoreFailed, StoreFull
+from ds4grpc.errors import BankCorrupt, BankNotFound, StoreFailed, StoreFull
 from ds4grpc.layout import Spans
 from ds4grpc.store.content import FileContent, fit_records
 from ds4grpc.store.database import CatalogError
@@ -41,7 +40,10 @@ log = logging.getLogger(__name__)
 MAX_CHAIN_FILES = 128
 MAX_DESCENTS = 8  # steps from a hit to children that share still more
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_FAILURES = (SourceMoved, StoreFull, StoreFailed, CatalogError, OSError)
+_FAILURES = (
+    *(SourceMoved, StoreFull, StoreFailed, BankNotFound, BankCorrupt),
+    *(CatalogError, OSError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,12 @@ class Plan:
 class DeltaWriter:
     """Writes one bank at a time: two writers would choose parents that neither has written."""
 
-    def __init__(
-        self, shelf: Shelf, finder: Finder, form: StateForm, min_tokens: int, writers: Executor
-    ) -> None:
+    def __init__(self, shelf: Shelf, finder: Finder, form: StateForm, min_tokens: int) -> None:
         self.turn = asyncio.Lock()  # held while a bank is written
         self._shelf = shelf
         self._finder = finder
         self._form = form
         self._min_tokens = min_tokens
-        self._writers = writers
 
     async def persist(self, source: BankSource) -> Persisted:
         """See `engine.banks.BankStore.persist`."""
@@ -126,13 +125,13 @@ class DeltaWriter:
         if Trust.QUARANTINED in stored.trust:
             raise StoreFailed("the stored bank is being quarantined")
         if not stored.is_usable(now):
-            await self._shelf.revive(stored, now)
+            await self._shelf.revive(stored.bank_id, now)
         lives = (stored.ttl_seconds, source.ttl_seconds)
         longer = None if None in lives else max(life for life in lives if life is not None)
         self._shelf.index.set_ttl(stored, longer)
         if source.pin:
-            await self._shelf.set_pinned(stored, pinned=True)
-        self._shelf.note(stored)
+            await self._shelf.set_pinned(stored.bank_id, pinned=True)
+        self._shelf.note(stored.bank_id)
         return Persisted(stored.bank_id, source.content.frontier, 0)
 
     async def _nearest(self, content: BankContent, leases: ExitStack) -> Nearest:
@@ -170,8 +169,7 @@ class DeltaWriter:
         entry = plan.entry
         await self._shelf.reserve(entry.size_bytes)
         try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writers, self._write_temp, plan, source)
+            await self._shelf.run_long(self._write_temp, plan, source)
             await self._shelf.publish(entry, plan.marks)
         except BaseException:
             self._shelf.unreserve(entry.size_bytes)
@@ -187,7 +185,7 @@ class DeltaWriter:
     def _write_temp(self, plan: Plan, source: BankSource) -> None:
         folder = self._shelf.folder
         path = folder.temp_path(plan.entry.bank_id, plan.entry.base)
-        write_file(folder.files, path, plan.draft, self._form, source.rows)
+        write_file(folder.files, path, plan.draft, source.rows)
 
     def _plan(self, source: BankSource, nearest: Nearest) -> Plan:
         """What goes into the file. Blocking: hashes and encodes."""
@@ -207,7 +205,8 @@ class DeltaWriter:
             parent_id=links[-1].bank_id if links else "",
             base=base,
             frontier=content.frontier,
-            head=content.head,
+            # A prefill that ended early may not have come to the end of the head.
+            head=content.head if content.head <= content.frontier else 0,
             fingerprint=self._form.fingerprint,
             namespace=content.namespace,
             reason=source.reason,
@@ -220,6 +219,7 @@ class DeltaWriter:
             ),
         )
         draft = draft_file(header, FileContent(content.ids, content.hidden, records), self._form)
+        draft.check()
         entry = entry_of(draft.header, draft.size_bytes, content.hidden, records)
         entry.pinned = source.pin
         marks = bank_marks(content.namespace, content.ids, records, base)

@@ -7,6 +7,7 @@ fail any operation, which is how crashes and power loss are tested.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -37,6 +38,11 @@ class Files:
     def before(self, operation: str, path: str) -> None:
         """Called ahead of each operation that changes or reads the disk."""
 
+    def make_folders(self, path: str) -> None:
+        """Makes a folder and what is missing above it; one that is there stays as it is."""
+        self.before("make_folders", path)
+        os.makedirs(path, FOLDER_MODE, exist_ok=True)
+
     def make_folder(self, path: str) -> bool:
         """Makes a private folder; returns False when it is there. Raises for anything else
         there, a symlink to a folder included."""
@@ -61,12 +67,19 @@ class Files:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
-    def open_lock(self, path: str) -> int:
-        """Opens a private file that may exist, to lock it; returns its descriptor."""
-        self.before("open_lock", path)
+    def lock(self, path: str) -> int:
+        """Locks a file, making it when it is not there; the lock ends with the descriptor that is
+        returned, or with the process. Raises BlockingIOError while another holds it."""
+        self.before("lock", path)
         with _parent_of(path) as (folder, name):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            return os.open(name, flags, FILE_MODE, dir_fd=folder)
+            descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def open_read(self, path: str) -> int:
         """Opens a regular file for reading; returns its descriptor."""
@@ -79,6 +92,12 @@ class Files:
             os.close(descriptor)
             raise OSError(f"{path} is not a regular file")
         return descriptor
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def size_bytes(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
 
     def allocate(self, descriptor: int, size_bytes: int, path: str) -> None:
         """Takes the space now, so that a full disk shows before anything is written."""

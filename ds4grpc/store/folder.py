@@ -15,8 +15,6 @@ threads only. A pair of marker and bank changes under the store's own lock.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import re
@@ -75,39 +73,29 @@ class Folder:
     def open(self) -> None:
         """Makes the folder and takes its lock. Raises StoreDisabled with the reason."""
         try:
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            self.files.make_folders(self.root)
             self.files.make_folder(self.path)
             self.files.restrict_folder(self.path)
             self.files.sync_folder(self.root)
             self.files.make_folder(self.quarantine_path)
-            descriptor = self.files.open_lock(os.path.join(self.path, "lock"))
+            self._lock = self.files.lock(os.path.join(self.path, "lock"))
+        except BlockingIOError as error:
+            raise StoreDisabled(
+                f"another process owns the bank folder {self.path}; stop it, choose another "
+                "folder with --kv-disk-dir or turn the tier off with --no-kv-disk",
+                reason="STORE_FOLDER_BUSY",
+            ) from error
         except OSError as error:
             raise StoreDisabled(
                 f"the bank folder {self.path} cannot be used: {error.strerror or error}; "
                 "choose another with --kv-disk-dir or turn the tier off with --no-kv-disk",
                 reason="STORE_FOLDER_UNUSABLE",
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StoreDisabled(
-                    f"another process owns the bank folder {self.path}; stop it, choose another "
-                    "folder with --kv-disk-dir or turn the tier off with --no-kv-disk",
-                    reason="STORE_FOLDER_BUSY",
-                ) from error
-            raise StoreDisabled(
-                f"the file system of {self.path} has no working locks: {error.strerror}; "
-                "choose another folder with --kv-disk-dir",
-                reason="STORE_FOLDER_UNUSABLE",
-            ) from error
-        self._lock = descriptor
 
     def close(self) -> None:
         """Gives the lock back; idempotent."""
         if self._lock is not None:
-            os.close(self._lock)
+            self.files.close(self._lock)
             self._lock = None
 
     def bank_path(self, bank_id: str, base: int) -> str:
@@ -127,11 +115,15 @@ class Folder:
     def publish(self, bank_id: str, base: int, *, pinned: bool) -> None:
         """Gives a written and synced temp file its name, for good. Raises OSError.
 
-        A pin comes first, so that a bank that should be pinned never is without.
+        Markers come first, so that a bank never is without its pin, nor with what an earlier
+        bank of its name may have left.
         """
         path = self.bank_path(bank_id, base)
+        self.files.unlink(os.path.join(self.path, bank_id[:2], bank_id + ".hidden"))
         if pinned:
             self._mark(bank_id, ".pin")
+        else:
+            self.files.unlink(os.path.join(self.path, bank_id[:2], bank_id + ".pin"))
         self.files.rename(path + ".tmp", path)
         self.files.sync_folder(os.path.dirname(path))
 
@@ -225,7 +217,15 @@ class Folder:
     def prepare_catalog(self) -> None:
         """Makes the catalog's file private before SQLite would make a public one."""
         if self.files.seen(self.catalog_path) is None:
-            os.close(self.files.create(self.catalog_path))
+            self.files.close(self.files.create(self.catalog_path))
+
+    def sweep_markers(self, bank_ids: Iterable[str]) -> None:
+        """Removes the markers of banks that are gone."""
+        self.sweep(
+            os.path.join(self.path, bank_id[:2], bank_id + suffix)
+            for bank_id in bank_ids
+            for suffix in (".pin", ".hidden")
+        )
 
     def sweep(self, paths: Iterable[str]) -> None:
         """Removes what an earlier process left behind; what cannot be removed stays and counts."""
@@ -249,6 +249,7 @@ class Folder:
         """Everything in the folder, by name and size. Raises OSError."""
         found = Found()
         self.new_bytes = 0
+        self._shards.clear()  # one may have been removed behind our back
         for seen in self.files.scan(self.path):
             if seen.name not in _CATALOG_NAMES:
                 found.other_bytes += seen.size_on_disk_bytes
@@ -295,7 +296,7 @@ class Folder:
     def _mark(self, bank_id: str, suffix: str) -> None:
         path = os.path.join(self.path, bank_id[:2], bank_id + suffix)
         if self.files.seen(path) is None:
-            os.close(self.files.create(path))
+            self.files.close(self.files.create(path))
 
     def _unmark(self, bank_id: str, suffix: str) -> None:
         folder = os.path.join(self.path, bank_id[:2])

@@ -43,7 +43,7 @@ class Entry:
     hidden: bool = False  # deleted, its rows still needed by children
     verified_at: float | None = None
     ttl_seconds: float | None = None
-    children: set[str] = field(default_factory=set)
+    children: dict[str, None] = field(default_factory=dict)  # ids, most recently used last
 
     @property
     def worth(self) -> float:
@@ -94,7 +94,7 @@ class Index:
         if entry.ttl_seconds is not None:
             self.mortal.add(entry.bank_id)
         if entry.parent_id:
-            self._entries[entry.parent_id].children.add(entry.bank_id)
+            self._entries[entry.parent_id].children[entry.bank_id] = None
         if not entry.children:
             self._push(entry)
 
@@ -108,7 +108,7 @@ class Index:
         self.mortal.discard(entry.bank_id)
         parent = self._entries.get(entry.parent_id)
         if parent is not None:
-            parent.children.discard(entry.bank_id)
+            parent.children.pop(entry.bank_id, None)
             if not parent.children:
                 self._push(parent)
 
@@ -131,6 +131,9 @@ class Index:
     def used(self, entry: Entry, now: float) -> None:
         entry.hits += 1
         entry.last_used_at = max(now, entry.last_used_at)
+        parent = self._entries.get(entry.parent_id)
+        if parent is not None:
+            parent.children[entry.bank_id] = parent.children.pop(entry.bank_id)
         self._push(entry)
 
     def chain(self, entry: Entry) -> list[Entry]:
@@ -148,10 +151,17 @@ class Index:
             found.extend(self._entries[child] for child in each.children)
         return found
 
-    def children(self, entry: Entry) -> list[Entry]:
-        """Its children, most recently used first."""
-        theirs = [self._entries[child] for child in entry.children]
-        return sorted(theirs, key=lambda child: child.last_used_at, reverse=True)
+    def children(self, entry: Entry) -> Iterator[Entry]:
+        """Its children, most recently used first. A popular head has as many as there are banks:
+        take few."""
+        return (self._entries[child] for child in reversed(entry.children))
+
+    def order_children(self) -> None:
+        """Sorts what was added in another order than that of use."""
+        for entry in self:
+            if len(entry.children) > 1:
+                theirs = sorted(entry.children, key=lambda child: self._entries[child].last_used_at)
+                entry.children = dict.fromkeys(theirs)
 
     def protected_bytes(self, bank_ids: Iterable[str]) -> int:
         """Bytes of the files that pinned banks and `bank_ids` need: no eviction frees them."""

@@ -7,10 +7,10 @@ that the store owns, files in worker threads.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 
 from ds4grpc.bank import BankContent
 from ds4grpc.engine.banks import MatchQuery, RowSink
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 4  # that a caller has to compare
 MAX_ATTEMPTS = 8  # files opened for one lookup, bad ones included
 MAX_CHILDREN = 3  # tried for each hit, most recently used first
+MAX_CHILDREN_SEEN = 32  # looked at for that: most of a popular head's may have been deleted
 
 
 class LeasedBank:
@@ -97,14 +98,10 @@ class LeasedBank:
 class Finder:
     """Lookups and loads over one shelf."""
 
-    def __init__(
-        self, shelf: Shelf, form: StateForm, tasks: OwnedTasks, loaders: Executor, readers: Executor
-    ) -> None:
+    def __init__(self, shelf: Shelf, form: StateForm, tasks: OwnedTasks) -> None:
         self.shelf = shelf
         self.form = form
         self._tasks = tasks
-        self._loaders = loaders
-        self._readers = readers
 
     async def match(self, query: MatchQuery) -> list[LeasedBank]:
         """See `engine.banks.BankStore.match`."""
@@ -142,13 +139,15 @@ class Finder:
         """Its most recent usable children; those of a deleted child in its place."""
         now = time.time()
         heirs: list[Entry] = []
-        pending = self.shelf.index.children(entry)
-        while pending and len(heirs) < MAX_CHILDREN:
-            child = pending.pop(0)
+        family = self.shelf.index.children(entry)
+        for _ in range(MAX_CHILDREN_SEEN):
+            child = next(family, None)
+            if child is None or len(heirs) == MAX_CHILDREN:
+                break
             if child.is_usable(now):
                 heirs.append(child)
             else:
-                pending = self.shelf.index.children(child) + pending
+                family = itertools.chain(self.shelf.index.children(child), family)
         return heirs
 
     async def open(self, entries: Sequence[Entry]) -> list[LeasedBank]:
@@ -169,7 +168,7 @@ class Finder:
             lease.release()
             if outcome is not None:
                 self.shelf.observer.restored(outcome.kind, 0.0, 0)
-                await self.shelf.quarantine(entry, outcome.message)
+                await self.shelf.quarantine(entry.bank_id, outcome.message)
         return good
 
     def lease(self, entry: Entry) -> LeasedBank:
@@ -196,7 +195,8 @@ class Finder:
 
     async def load(self, lease: LeasedBank, position: int, sink: RowSink) -> int:
         """Fills the sink; see `LeasedBank.load`."""
-        load = Load(self.shelf.folder.files, self.form, self._readers)
+        assert 0 <= position <= lease.content.frontier
+        load = Load(self.shelf.folder.files, self.form, self.shelf.threads.read)
         task = self._tasks.start(self._load(load, lease, position, sink))
         try:
             return await asyncio.shield(task)
@@ -207,24 +207,20 @@ class Finder:
                     await asyncio.wait([task])
                 except asyncio.CancelledError:
                     continue  # the sink's memory is about to be reused: wait all the same
-            task.exception()
+            if not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not report it as forgotten
             raise
 
     async def _load(self, load: Load, lease: LeasedBank, position: int, sink: RowSink) -> int:
         started = time.monotonic()
-        loop = asyncio.get_running_loop()
         try:
-            read_bytes = await loop.run_in_executor(
-                self._loaders, load.fill, lease.links, position, sink
-            )
+            read_bytes = await self.shelf.run_long(load.fill, lease.links, position, sink)
         except LoadStopped:
             return 0
         except BrokenLink as broken:
             seconds = time.monotonic() - started
             self.shelf.observer.restored(broken.error.kind, seconds, 0)
-            faulty = self.shelf.index.get(broken.bank_id)
-            if faulty is not None:
-                await self.shelf.quarantine(faulty, broken.error.message)
+            await self.shelf.quarantine(broken.bank_id, broken.error.message)
             raise broken.error from broken
         seconds = time.monotonic() - started
         self.shelf.observer.restored("ok", seconds, read_bytes)

@@ -59,18 +59,16 @@ class RowBlock:
         return (piece.stop_row - piece.start_row) * row_bytes == self.num_bytes
 
 
+@dataclass(frozen=True, slots=True)
 class BankFile:
     """An open bank file whose header has been checked. Close it."""
 
-    def __init__(
-        self, files: Files, path: str, descriptor: int, header: Header, start: int, form: StateForm
-    ) -> None:
-        self.path = path
-        self.header = header
-        self._files = files
-        self._descriptor = descriptor
-        self._start = start
-        self._form = form
+    path: str
+    header: Header
+    _files: Files
+    _form: StateForm
+    _descriptor: int
+    _start: int  # where the sections begin
 
     @staticmethod
     def open(files: Files, path: str, form: StateForm) -> BankFile:
@@ -81,7 +79,7 @@ class BankFile:
         except OSError as error:
             raise BankCorrupt(f"the file cannot be opened: {error.strerror}", kind="io") from error
         try:
-            size_bytes = os.fstat(descriptor).st_size
+            size_bytes = files.size_bytes(descriptor)
             length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
             if data_start(length) > size_bytes:
                 raise BankCorrupt("the file ends inside its header", kind="truncated")
@@ -91,12 +89,12 @@ class BankFile:
                 raise BankCorrupt("the file is not the bank that its name says", kind="identity")
             check_header(header, form, size_bytes - data_start(length))
         except BaseException:
-            os.close(descriptor)
+            files.close(descriptor)
             raise
-        return BankFile(files, path, descriptor, header, data_start(length), form)
+        return BankFile(path, header, files, form, descriptor, data_start(length))
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._files.close(self._descriptor)
 
     def __enter__(self) -> BankFile:
         return self

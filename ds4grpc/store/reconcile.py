@@ -43,6 +43,7 @@ class _Sorted:
     kept: list[Entry] = field(default_factory=list)  # row and file agree
     adopted: list[tuple[Entry, list[Mark]]] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)  # paths for the quarantine
+    faults: list[str] = field(default_factory=list)  # kinds of what failed
     spare: list[tuple[str, int]] = field(default_factory=list)  # second files of one bank
 
 
@@ -55,6 +56,8 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     found = await shelf.run(shelf.folder.scan)
     await shelf.run(shelf.folder.sweep, found.stale)
     result = await shelf.run(_sort, shelf, form, rows, found)
+    for kind in result.faults:
+        shelf.observer.restored(kind, 0.0, 0)
     index, orphans = await shelf.run(_family, result, found)
     shelf.index = index
     shelf.version += 1
@@ -63,6 +66,8 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     if bad or found.odd:
         log.warning("bank files quarantined files=%d", len(bad) + len(found.odd))
         await shelf.run(shelf.folder.quarantine, bad + found.odd)
+    markers = {bank_id for bank_id in found.pinned | found.hidden if index.get(bank_id) is None}
+    await shelf.run(shelf.folder.sweep_markers, markers)
     if result.spare:
         dead, _ = await shelf.run(shelf.folder.kill, result.spare)
         await shelf.run(shelf.folder.bury, dead, ())
@@ -119,7 +124,7 @@ def _adopt(shelf: Shelf, form: StateForm, file: FoundFile, result: _Sorted) -> b
             content, header = bank.read_content(), bank.header
     except BankCorrupt as error:
         log.warning("bank file refused file=%s detail=%s", os.path.basename(file.path), error)
-        shelf.observer.restored(error.kind, 0.0, 0)
+        result.faults.append(error.kind)
         result.bad.append(file.path)
         return False
     entry = entry_of(header, file.size_bytes, content.hidden, content.records)
@@ -148,9 +153,10 @@ def _family(result: _Sorted, found: Found) -> tuple[Index, list[Entry]]:
         index.add(
             replace(
                 entry,
-                children=set(),
+                children={},
                 pinned=entry.bank_id in found.pinned,
                 hidden=entry.bank_id in found.hidden,
             )
         )
+    index.order_children()
     return index, orphans

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from typing import ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
-from ds4grpc.bank import PersistReason, Trust
-from ds4grpc.errors import BankInUse, BankPinned, StoreFailed, StoreFull
+from ds4grpc.bank import Trust
+from ds4grpc.errors import BankInUse, BankNotFound, BankPinned, StoreFailed, StoreFull
 from ds4grpc.store.catalog import Catalog
 from ds4grpc.store.database import WAL_LIMIT_BYTES, CatalogError
 from ds4grpc.store.folder import Folder
 from ds4grpc.store.index import Entry, Index
 from ds4grpc.store.keys import Mark
+from ds4grpc.store.leases import Leases
+from ds4grpc.store.observer import StoreObserver
+from ds4grpc.store.tasks import Threads
 
 log = logging.getLogger(__name__)
 
@@ -39,52 +40,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class StoreObserver(Protocol):
-    """What is told of the store's work, for metrics. Called on the event loop; must not block."""
-
-    def persisted(self, reason: PersistReason, seconds: float, written_bytes: int) -> None: ...
-
-    def persist_failed(self, kind: str) -> None:
-        """`kind`: quota, no_space, io, moved, catalog or other."""
-
-    def restored(self, result: str, seconds: float, read_bytes: int) -> None:
-        """`result`: ok, or the kind of a BankCorrupt."""
-
-    def evicted(self, reason: str) -> None:
-        """`reason`: lru or expired."""
-
-    def catalog(self, op: str, seconds: float) -> None:
-        """`op`: lookup, publish, update, delete, list or rescan."""
-
-    def catalog_error(self, kind: str) -> None:
-        """`kind`: see `database.CatalogError`."""
-
-
-class Leases:
-    """Counts who uses a bank. A leased bank is not evicted nor deleted; any thread.
-
-    A lease on a bank keeps its ancestors too: they are needed by a child that stays.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()  # guarded by the lock; no zeros
-
-    def take(self, bank_id: str) -> None:
-        with self._lock:
-            self._counts[bank_id] += 1
-
-    def release(self, bank_id: str) -> None:
-        with self._lock:
-            self._counts[bank_id] -= 1
-            if self._counts[bank_id] == 0:
-                del self._counts[bank_id]
-
-    def held(self) -> set[str]:
-        with self._lock:
-            return set(self._counts)
-
-
 class Shelf:
     """The banks of one folder, as files, rows and entries.
 
@@ -93,7 +48,7 @@ class Shelf:
     """
 
     def __init__(
-        self, folder: Folder, quota_bytes: int, executor: Executor, observer: StoreObserver
+        self, folder: Folder, quota_bytes: int, threads: Threads, observer: StoreObserver
     ) -> None:
         self.folder = folder
         self.index = Index()
@@ -104,7 +59,7 @@ class Shelf:
         self.num_quarantined = 0
         self.other_bytes = 0  # of everything in the folder but banks, quarantine and catalog
         self.observer = observer
-        self._executor = executor
+        self.threads = threads
         self._catalog: Catalog | None = None
         self._catalog_bytes = 0
         self._foreign_bytes = 0  # of the other models' folders
@@ -135,10 +90,19 @@ class Shelf:
             + self._reserved_bytes
         )
 
+    @property
+    def _slack_bytes(self) -> int:
+        return min(SLACK_BYTES, self.quota_bytes // 16)
+
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs blocking work in a worker thread."""
+        """Runs short blocking work in a worker thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+        return await loop.run_in_executor(self.threads.work, partial(work, *args, **kwargs))
+
+    async def run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs work that reads or writes a bank in a worker thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads.long, partial(work, *args, **kwargs))
 
     async def ask(self, op: str, statement: Awaitable[T]) -> T:
         """Awaits a catalog statement and reports its time or its failure."""
@@ -177,22 +141,34 @@ class Shelf:
         not be enough. Raises StoreFull, OSError.
         """
         await self.measure()
-        slack = min(SLACK_BYTES, self.quota_bytes // 16)
         async with self.changes:
-            over = self.disk_bytes + num_bytes + slack - self.quota_bytes
+            over = self.disk_bytes + num_bytes + self._slack_bytes - self.quota_bytes
             if over > 0 and self._quarantine_bytes:
                 await self.run(self.folder.trim_quarantine, 0)
                 await self.measure()
-                over = self.disk_bytes + num_bytes + slack - self.quota_bytes
+                over = self.disk_bytes + num_bytes + self._slack_bytes - self.quota_bytes
             if over > 0:
                 await self._evict(over)
             self._reserved_bytes += num_bytes
 
     async def make_room(self, num_bytes: int) -> None:
-        """Evicts that many bytes, or what can be: the disk is fuller than the cap allows for."""
+        """Evicts that many bytes, or what can be. Raises StoreFull when files cannot be removed."""
         async with self.changes:
-            left = self.index.num_bytes - self.index.protected_bytes(self.leases.held())
-            await self._evict(min(num_bytes, left))
+            free = self.index.num_bytes - self.index.protected_bytes(self.leases.held())
+            await self._evict(min(num_bytes, free))
+
+    async def fit(self) -> None:
+        """Comes down to the cap, or as near as can be. Raises StoreFull, OSError."""
+        await self.measure()
+        over = self.disk_bytes + self._slack_bytes - self.quota_bytes
+        if over > 0:
+            await self.run(self.folder.trim_quarantine, 0)
+            await self.measure()
+            await self.make_room(self.disk_bytes + self._slack_bytes - self.quota_bytes)
+        if self.disk_bytes > self.quota_bytes:
+            log.warning(
+                "bank folder over its cap bytes=%d cap_bytes=%d", self.disk_bytes, self.quota_bytes
+            )
 
     async def _evict(self, num_bytes: int) -> None:
         """`changes` must be held. Raises StoreFull when no victims are enough."""
@@ -238,35 +214,40 @@ class Shelf:
                 await self.ask("publish", self.catalog.add([(entry, marks)]))
             except (OSError, CatalogError):
                 # Without its row nobody would find it, and its bytes would count for nothing.
-                await self.run(self._withdraw, *key)
+                if not await self.run(self._withdraw, *key):
+                    self.other_bytes += entry.size_bytes
                 raise
             self._rowless.discard(entry.bank_id)
             self.index.add(entry)
             self.unreserve(entry.size_bytes)
             self.version += 1
 
-    def _withdraw(self, bank_id: str, base: int) -> None:
-        """Undoes a half-done publish, as far as the disk lets us; the next start does the rest."""
+    def _withdraw(self, bank_id: str, base: int) -> bool:
+        """Undoes a half-done publish; False when the disk does not let us, then the next start
+        does."""
         try:
             self.folder.discard(bank_id, base)
-            dead, _ = self.folder.kill([(bank_id, base)])
+            dead, failed = self.folder.kill([(bank_id, base)])
             self.folder.bury(dead, [bank_id])
         except OSError as error:
             log.warning("bank file not removed bank=%s error=%s", bank_id, error)
+            return False
+        return not failed
 
-    async def delete(self, entry: Entry) -> int:
+    async def delete(self, bank_id: str) -> int:
         """Removes a bank, or hides it while children need its rows; returns the bytes freed.
 
-        Raises BankPinned, BankInUse, StoreFailed.
+        Raises BankNotFound, BankPinned, BankInUse, StoreFailed.
         """
         async with self.changes:
-            if self.index.get(entry.bank_id) is not entry or entry.hidden:
-                return 0
-            if entry.pinned:
-                raise BankPinned(f"bank {entry.bank_id} is pinned; unpin it first")
-            if entry.bank_id in self.leases.held():
-                raise BankInUse(f"bank {entry.bank_id} is in use by a running generation")
-            return await self._drop(entry)
+            current = self.index.get(bank_id)
+            if current is None or current.hidden:
+                raise BankNotFound(f"bank {bank_id} has just been deleted")
+            if current.pinned:
+                raise BankPinned(f"bank {bank_id} is pinned; unpin it first")
+            if bank_id in self.leases.held():
+                raise BankInUse(f"bank {bank_id} is in use by a running generation")
+            return await self._drop(current)
 
     async def expire(self, now: float) -> None:
         """Removes the banks whose time to live is over, and those hidden ones that nobody needs."""
@@ -353,13 +334,16 @@ class Shelf:
         else:
             self._rowless.clear()
 
-    async def quarantine(self, entry: Entry, detail: str) -> None:
-        """Takes a bank that failed a check out of service, with all that need its rows."""
-        for each in self.index.descendants(entry):
+    async def quarantine(self, bank_id: str, detail: str) -> None:
+        """Takes a bank that failed a check out of service, with all that need its rows; one that
+        is not there any more is no error."""
+        entry = self.index.get(bank_id)
+        for each in self.index.descendants(entry) if entry is not None else ():
             each.trust |= Trust.QUARANTINED  # from now on no lookup offers them
         self.version += 1
         async with self.changes:
-            if self.index.get(entry.bank_id) is not entry:
+            entry = self.index.get(bank_id)
+            if entry is None:
                 return
             gone = self.index.descendants(entry)
             for each in reversed(gone):
@@ -378,11 +362,14 @@ class Shelf:
                 log.warning("bank files not moved bank=%s error=%s", entry.bank_id, error)
             await self._forget_rows(each.bank_id for each in gone)
 
-    async def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
-        """Pins or unpins; doing it twice is no error. Raises StoreFailed."""
+    async def set_pinned(self, bank_id: str, *, pinned: bool) -> Entry:
+        """Pins or unpins; doing it twice is no error. Raises BankNotFound, StoreFailed."""
         async with self.changes:
-            if entry.pinned == pinned or self.index.get(entry.bank_id) is not entry:
-                return
+            entry = self.index.get(bank_id)
+            if entry is None or entry.hidden:
+                raise BankNotFound(f"bank {bank_id} has just been deleted")
+            if entry.pinned == pinned:
+                return entry
             self.index.set_pinned(entry, pinned=pinned)
             try:
                 await self.run(self.folder.pin if pinned else self.folder.unpin, entry.bank_id)
@@ -390,12 +377,17 @@ class Shelf:
             except (OSError, CatalogError) as error:
                 self.index.set_pinned(entry, pinned=not pinned)
                 raise StoreFailed(f"the pin could not be changed: {error}") from error
+            return entry
 
-    async def revive(self, entry: Entry, now: float) -> None:
-        """A bank that was deleted or has expired is wanted again. Raises OSError, CatalogError."""
+    async def revive(self, bank_id: str, now: float) -> None:
+        """A bank that was deleted or has expired is wanted again.
+
+        Raises StoreFailed when it has gone, OSError, CatalogError.
+        """
         async with self.changes:
-            if self.index.get(entry.bank_id) is not entry:
-                return
+            entry = self.index.get(bank_id)
+            if entry is None:
+                raise StoreFailed(f"bank {bank_id} has just been removed")
             entry.last_used_at = now
             if entry.hidden:
                 await self.run(self.folder.unhide, entry.bank_id)
@@ -403,9 +395,9 @@ class Shelf:
             await self.ask("update", self.catalog.update([entry]))
             self.version += 1
 
-    def note(self, entry: Entry) -> None:
+    def note(self, bank_id: str) -> None:
         """Its row is to be written again, some time soon."""
-        self._changed.add(entry.bank_id)
+        self._changed.add(bank_id)
 
     async def flush(self) -> None:
         """Writes the rows of noted entries. What fails is tried again at the next flush."""

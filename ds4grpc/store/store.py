@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ds4grpc.bank import BankContent, PersistReason, RecordKind, Trust
+from ds4grpc.bank import PersistReason, RecordKind, Trust
 from ds4grpc.engine.banks import BankSource, MatchQuery, Persisted
 from ds4grpc.errors import BankCorrupt, BankNotFound, StoreDisabled, StoreFailed, StoreFull
 from ds4grpc.layout import StateLayout
 from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.content import FileContent
 from ds4grpc.store.database import CatalogError
 from ds4grpc.store.delta import DeltaWriter
 from ds4grpc.store.files import Files
@@ -26,16 +27,18 @@ from ds4grpc.store.folder import Folder
 from ds4grpc.store.format import StateForm
 from ds4grpc.store.index import Entry
 from ds4grpc.store.match import Finder, LeasedBank
+from ds4grpc.store.observer import StoreObserver
 from ds4grpc.store.reader import BankFile
 from ds4grpc.store.reconcile import Reconciled, reconcile
-from ds4grpc.store.shelf import Shelf, StoreObserver
-from ds4grpc.store.tasks import OwnedTasks
+from ds4grpc.store.shelf import Shelf
+from ds4grpc.store.tasks import OwnedTasks, Threads
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 UPKEEP_SECONDS = 2.0  # hits and times reach the catalog this late; banks expire this late
 FOREIGN_SECONDS = 60.0  # how often other models' folders are measured
-THREADS_A_POOL = 4  # short file work, loads and writes, block reads: each has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +128,17 @@ class Store:
 
     async def __aenter__(self) -> Store:
         async with AsyncExitStack() as opening:
-            pools = [ThreadPoolExecutor(THREADS_A_POOL, f"store-{name}") for name in "wlr"]
-            for pool in pools:
-                opening.push_async_callback(asyncio.to_thread, pool.shutdown)
-            work, long, readers = pools
-            self._shelf = Shelf(self._folder, self._config.quota_bytes, work, self._observer)
+            threads = Threads()
+            opening.push_async_callback(threads.stop)
+            self._shelf = Shelf(self._folder, self._config.quota_bytes, threads, self._observer)
             opening.push_async_callback(asyncio.to_thread, self._folder.close)
             await self._shelf.run(self._folder.open)
             await self._tasks.finish(self._open_catalog())
             opening.push_async_callback(self._close_catalog)
-            self._finder = Finder(self._shelf, self._form, self._tasks, long, readers)
+            self._finder = Finder(self._shelf, self._form, self._tasks)
             self._writer = DeltaWriter(
-                self._shelf, self._finder, self._form, self._config.min_tokens, long
+                self._shelf, self._finder, self._form, self._config.min_tokens
             )
-            self._long = long
             self._tasks.start(self._upkeep())
             opening.push_async_callback(self._finish_tasks)
             self._lifetime = opening.pop_all()
@@ -151,44 +151,38 @@ class Store:
         """Opens the catalog and reconciles; one that cannot be used is set aside and rebuilt."""
         try:
             try:
-                known = await self._read_catalog()
+                await self._read_catalog()
             except CatalogError as error:
                 self._observer.catalog_error(error.kind)
                 if error.kind not in ("corrupt", "other"):
                     raise
                 aside = await self._shelf.run(self._folder.set_catalog_aside, str(int(time.time())))
                 log.warning("catalog set aside and rebuilt file=%s error=%s", aside, error)
-                known = await self._read_catalog()
-            try:
-                await self._reconcile(known)
-            except BaseException:
-                await self._shelf.catalog.close()
-                raise
+                await self._read_catalog()
         except (OSError, CatalogError) as error:
             raise StoreDisabled(
                 f"the bank folder {self._folder.path} cannot be used: {error}",
                 reason="STORE_FOLDER_UNUSABLE",
             ) from error
 
-    async def _read_catalog(self) -> list[Entry]:
+    async def _read_catalog(self) -> None:
+        """Raises OSError, CatalogError; then the catalog is closed again."""
         await self._shelf.run(self._folder.prepare_catalog)
-        catalog = await Catalog.open(self._folder.catalog_path)
+        self._shelf.catalog = await Catalog.open(self._folder.catalog_path)
         try:
-            rows = await self._shelf.ask("list", catalog.all())
+            await self._reconcile(await self._shelf.ask("list", self._shelf.catalog.all()))
         except BaseException:
-            await catalog.close()
+            await self._close_catalog()
             raise
-        self._shelf.catalog = catalog
-        return rows
 
     async def _reconcile(self, known: Sequence[Entry]) -> Reconciled:
         started = time.monotonic()
         async with self._shelf.changes:
             result = await reconcile(self._shelf, self._form, known)
         try:
-            await self._shelf.reserve(0)  # the cap may be lower than at the last run
+            await self._shelf.fit()  # the cap may be lower than at the last run
         except StoreFull as error:
-            log.warning("the bank folder is over its cap detail=%s", error)
+            log.warning("bank folder over its cap detail=%s", error)
         log.info(
             "banks reconciled banks=%d adopted=%d dropped=%d quarantined=%d seconds=%.3f",
             *(result.num_banks, result.num_adopted, result.num_dropped, result.num_quarantined),
@@ -219,10 +213,12 @@ class Store:
                 await self._shelf.flush()
                 await self._shelf.trim_log()
                 if time.monotonic() >= foreign_at:
-                    await self._shelf.measure_foreign()
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
+                    await self._shelf.measure_foreign()
             except (OSError, CatalogError, StoreFailed) as error:
                 log.warning("store upkeep failed error=%s", error)
+            except Exception:  # a bug; the next round may still be of use
+                log.exception("store upkeep failed")
 
     # What the engine uses.
 
@@ -236,6 +232,9 @@ class Store:
         return await self._finder.match(query)
 
     async def persist(self, source: BankSource) -> Persisted:
+        if self._closing.is_set():
+            await asyncio.to_thread(source.rows.close)
+            return Persisted("", 0, 0, "the store is closing")
         return await self._tasks.finish(self._writer.persist(source))
 
     async def note_use(self, bank_id: str, *, proven: bool) -> None:
@@ -244,15 +243,13 @@ class Store:
             self._shelf.index.used(entry, time.time())
             if proven:
                 entry.trust |= Trust.PROVEN
-            self._shelf.note(entry)
+            self._shelf.note(bank_id)
 
     async def quarantine(self, bank_id: str, detail: str) -> None:
-        entry = self._shelf.index.get(bank_id)
-        if entry is not None:
-            await self._tasks.finish(self._shelf.quarantine(entry, detail))
+        if not self._closing.is_set():
+            await self._tasks.finish(self._shelf.quarantine(bank_id, detail))
 
-    # What the admin sees. `namespace` None is everybody's; a bank of another one, like a deleted
-    # one, is BankNotFound.
+    # What the admin sees: the banks of all tenants; who may see which is for the caller to say.
 
     @property
     def disk_bytes(self) -> int:
@@ -278,81 +275,78 @@ class Store:
         """Banks that somebody has matched and not released yet."""
         return len(self._shelf.leases.held())
 
-    async def list_banks(self, namespace: bytes | None = None) -> list[BankInfo]:
+    async def list_banks(self) -> list[BankInfo]:
         """All stored banks, in no order."""
         entries = list(self._shelf.index)
-        return await self._shelf.run(_infos, entries, namespace)
+        return await self._shelf.run(_infos, entries)
 
-    async def get(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+    async def get(self, bank_id: str) -> BankInfo:
         """Raises BankNotFound."""
-        return _info(self._visible(bank_id, namespace))
+        return _info(self._visible(bank_id))
 
-    async def read(self, bank_id: str, namespace: bytes | None = None) -> BankContent:
-        """Ids, records and hidden spans from the file. Raises BankNotFound, BankCorrupt."""
-        entry = self._visible(bank_id, namespace)
-        leases = await self._tasks.finish(self._finder.open([entry]))
-        if not leases:
-            raise BankCorrupt(f"bank {bank_id} failed a check and was quarantined", kind="other")
-        content = leases[0].content
-        leases[0].release()
-        return content
+    async def read(self, bank_id: str) -> FileContent:
+        """Ids, records and hidden spans, from its file. Raises BankNotFound, BankCorrupt."""
+        entry = self._visible(bank_id)
+        return await self._tasks.finish(self._checked(entry, BankFile.read_content))
 
-    async def delete(self, bank_id: str, namespace: bytes | None = None) -> Deleted:
+    async def delete(self, bank_id: str) -> Deleted:
         """Raises BankNotFound, BankPinned, BankInUse, StoreFailed."""
-        entry = self._visible(bank_id, namespace)
-        freed_bytes = await self._tasks.finish(self._shelf.delete(entry))
+        self._visible(bank_id)
+        freed_bytes = await self._tasks.finish(self._shelf.delete(bank_id))
         return Deleted(freed_bytes, hidden=freed_bytes == 0)
 
-    async def pin(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+    async def pin(self, bank_id: str) -> BankInfo:
         """Pinning twice is no error. Raises BankNotFound, StoreFailed."""
-        return await self._set_pinned(self._visible(bank_id, namespace), pinned=True)
+        return await self._set_pinned(bank_id, pinned=True)
 
-    async def unpin(self, bank_id: str, namespace: bytes | None = None) -> BankInfo:
+    async def unpin(self, bank_id: str) -> BankInfo:
         """Unpinning twice is no error. Raises BankNotFound, StoreFailed."""
-        return await self._set_pinned(self._visible(bank_id, namespace), pinned=False)
+        return await self._set_pinned(bank_id, pinned=False)
 
-    async def _set_pinned(self, entry: Entry, *, pinned: bool) -> BankInfo:
-        await self._tasks.finish(self._shelf.set_pinned(entry, pinned=pinned))
-        return _info(entry)
+    async def _set_pinned(self, bank_id: str, *, pinned: bool) -> BankInfo:
+        self._visible(bank_id)
+        return _info(await self._tasks.finish(self._shelf.set_pinned(bank_id, pinned=pinned)))
 
-    async def verify(
-        self, bank_ids: Iterable[str] = (), namespace: bytes | None = None
-    ) -> AsyncIterator[Verdict]:
+    async def verify(self, bank_ids: Iterable[str] = ()) -> AsyncIterator[Verdict]:
         """Reads banks whole (none named: all) and checks every block; quarantines what fails.
 
         Raises BankNotFound before the first verdict.
         """
-        entries = [self._visible(bank_id, namespace) for bank_id in bank_ids]
-        if not entries:
-            entries = [
-                entry
-                for entry in self._shelf.index
-                if namespace is None or entry.namespace == namespace
-            ]
-        for done, entry in enumerate(entries, start=1):
-            read_bytes, detail = await self._tasks.finish(self._verify(entry))
-            yield Verdict(entry.bank_id, not detail, detail, read_bytes, done, len(entries))
+        chosen = [self._visible(bank_id).bank_id for bank_id in bank_ids]
+        chosen = chosen or [entry.bank_id for entry in self._shelf.index]
+        for done, bank_id in enumerate(chosen, start=1):
+            read_bytes, detail = await self._tasks.finish(self._verify(bank_id))
+            yield Verdict(bank_id, not detail, detail, read_bytes, done, len(chosen))
 
-    async def _verify(self, entry: Entry) -> tuple[int, str]:
+    async def _verify(self, bank_id: str) -> tuple[int, str]:
         """(bytes read, what failed)."""
-        if self._shelf.index.get(entry.bank_id) is not entry:
+        entry = self._shelf.index.get(bank_id)
+        if entry is None:
             return 0, "the bank has gone meanwhile"
-        lease = self._finder.lease(entry)
-        loop = asyncio.get_running_loop()
         try:
-            read_bytes = await loop.run_in_executor(self._long, self._read_whole, lease)
+            read_bytes = await self._checked(entry, BankFile.verify)
         except BankCorrupt as error:
-            await self._shelf.quarantine(entry, error.message)
             return 0, error.message
-        finally:
-            lease.release()
-        entry.verified_at = time.time()
-        self._shelf.note(entry)
+        if (entry := self._shelf.index.get(bank_id)) is not None:
+            entry.verified_at = time.time()
+            self._shelf.note(bank_id)
         return read_bytes, ""
 
-    def _read_whole(self, lease: LeasedBank) -> int:
-        with BankFile.open(self._folder.files, lease.links[-1].path, self._form) as file:
-            return file.verify()
+    async def _checked(self, entry: Entry, read: Callable[[BankFile], T]) -> T:
+        """Reads from a bank's own file, leased meanwhile; quarantines it on BankCorrupt."""
+        lease = self._finder.lease(entry)
+
+        def work() -> T:
+            with BankFile.open(self._folder.files, lease.links[-1].path, self._form) as file:
+                return read(file)
+
+        try:
+            return await self._shelf.run_long(work)
+        except BankCorrupt as error:
+            await self._shelf.quarantine(entry.bank_id, error.message)
+            raise
+        finally:
+            lease.release()
 
     async def rescan(self) -> Reconciled:
         """Reads the folder again, as at a start. Raises StoreFailed."""
@@ -383,23 +377,15 @@ class Store:
             num_quarantined=shelf.num_quarantined,
         )
 
-    def _visible(self, bank_id: str, namespace: bytes | None) -> Entry:
+    def _visible(self, bank_id: str) -> Entry:
         entry = self._shelf.index.get(bank_id)
-        if (
-            entry is None
-            or entry.hidden
-            or (namespace is not None and entry.namespace != namespace)
-        ):
+        if entry is None or entry.hidden:
             raise BankNotFound(f"no bank {bank_id!r} is stored; `ds4grpc banks ls` shows which are")
         return entry
 
 
-def _infos(entries: Iterable[Entry], namespace: bytes | None) -> list[BankInfo]:
-    return [
-        _info(entry)
-        for entry in entries
-        if not entry.hidden and (namespace is None or entry.namespace == namespace)
-    ]
+def _infos(entries: Iterable[Entry]) -> list[BankInfo]:
+    return [_info(entry) for entry in entries if not entry.hidden]
 
 
 def _info(entry: Entry) -> BankInfo:

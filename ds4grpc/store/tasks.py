@@ -1,4 +1,4 @@
-"""Tasks that the store owns: a caller may stop waiting for one, but not stop it.
+"""Tasks and threads that the store owns: a caller may stop waiting for one, but not stop it.
 
 A task that is cancelled inside an aiosqlite write transaction leaves the catalog locked for good,
 so no caller's cancellation may reach one. Event loop only.
@@ -8,9 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+THREADS_A_POOL = 4  # disks serve a few requests at once better than one, and hardly better many
+
+
+def _pool(name: str) -> Any:
+    return field(default_factory=lambda: ThreadPoolExecutor(THREADS_A_POOL, f"store-{name}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Three pools, so that short work never waits behind a load or a write, and that a load can
+    wait for its reads. Threads start when they are first needed."""
+
+    work: ThreadPoolExecutor = _pool("work")  # short file work
+    long: ThreadPoolExecutor = _pool("long")  # loads, writes, verifications
+    read: ThreadPoolExecutor = _pool("read")  # block reads of loads; wait for nothing
+
+    async def stop(self) -> None:
+        for pool in (self.work, self.long, self.read):
+            await asyncio.to_thread(pool.shutdown)
 
 
 class OwnedTasks:

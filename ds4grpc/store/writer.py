@@ -6,12 +6,16 @@ Blocking: one worker thread a file.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds4grpc.engine.banks import RowSource
-from ds4grpc.store.content import FileContent, encode_records, encode_tools
+from ds4grpc.store.content import (
+    FileContent,
+    decode_records,
+    decode_tools,
+    encode_records,
+    encode_tools,
+)
 from ds4grpc.store.files import Files
 from ds4grpc.store.format import (
     IDS,
@@ -23,8 +27,10 @@ from ds4grpc.store.format import (
     Section,
     StateForm,
     block_rows,
+    check_header,
     checksum,
     data_start,
+    decode_header,
     encode_header,
     encode_preamble,
     with_checksums,
@@ -38,6 +44,7 @@ Buffer = bytes | bytearray | memoryview
 class Draft:
     """A file about to be written: everything but rows, tails and checksums."""
 
+    form: StateForm
     header: Header
     header_bytes: int
     parts: dict[str, bytes]  # ids, records, toolmap
@@ -46,6 +53,17 @@ class Draft:
     def size_bytes(self) -> int:
         """Length of the file; a multiple of 4 KiB, so also what it occupies."""
         return data_start(self.header_bytes) + self.header.data_bytes
+
+    def check(self) -> None:
+        """That the reader will take the file: better no file than one that is quarantined.
+
+        Raises BankCorrupt.
+        """
+        header_json = encode_header(self.header)
+        header = decode_header(header_json, checksum(header_json))
+        check_header(header, self.form, self.header.data_bytes)
+        decode_records(self.parts[RECORDS], header.frontier)
+        decode_tools(self.parts[TOOLMAP])
 
 
 def draft_file(header: Header, content: FileContent, form: StateForm) -> Draft:
@@ -56,10 +74,10 @@ def draft_file(header: Header, content: FileContent, form: StateForm) -> Draft:
         TOOLMAP: encode_tools(content.tools),
     }
     full = with_sections(header, form.layout, len(parts[RECORDS]), len(parts[TOOLMAP]))
-    return Draft(full, len(encode_header(full)), parts)
+    return Draft(form, full, len(encode_header(full)), parts)
 
 
-def write_file(files: Files, path: str, draft: Draft, form: StateForm, source: RowSource) -> None:
+def write_file(files: Files, path: str, draft: Draft, source: RowSource) -> None:
     """Writes the file and syncs its bytes; on any failure there is no file.
 
     Every piece is at most 1 MiB and is checked with `source.check()` once its bytes are out of
@@ -73,7 +91,7 @@ def write_file(files: Files, path: str, draft: Draft, form: StateForm, source: R
         for section in draft.header.sections:
             values: list[int] = []
             for index in range(section.num_blocks):
-                block = _block(section, index, draft, form, source)
+                block = _block(section, index, draft, source)
                 values.append(checksum(block))
                 offset = start + section.offset + section.block(index)[0]
                 files.write(descriptor, block, offset, path)
@@ -84,38 +102,27 @@ def write_file(files: Files, path: str, draft: Draft, form: StateForm, source: R
         files.write(descriptor, encode_preamble(header_json) + header_json, 0, path)
         files.sync_data(descriptor, path)
     except BaseException:
-        os.close(descriptor)
+        files.close(descriptor)
         files.unlink(path)
         raise
-    os.close(descriptor)
+    files.close(descriptor)
 
 
-def _block(
-    section: Section, index: int, draft: Draft, form: StateForm, source: RowSource
-) -> Buffer:
+def _block(section: Section, index: int, draft: Draft, source: RowSource) -> Buffer:
     start, end = section.block(index)
     if section.name in draft.parts:
         return memoryview(draft.parts[section.name])[start:end]
+    layout = draft.form.layout
     if section.name == TAIL:
-        return b"".join(_tail_pieces(start, end, draft.header, form, source))
+        size = layout.tail_bytes
+        first, stop = start // size, -(-end // size)
+        tails = b"".join(source.tail(position) for position in draft.header.tails[first:stop])
+        return memoryview(tails)[start - first * size : end - first * size]
     plane, rows = next(
-        (plane, rows)
-        for plane, rows in enumerate(form.layout.rows)
-        if ROWS + rows.name == section.name
+        (plane, rows) for plane, rows in enumerate(layout.rows) if ROWS + rows.name == section.name
     )
     pieces = block_rows(section, index, draft.header.row_ranges(rows), rows.row_bytes)
     views = [source.view(plane, piece.start_row, piece.stop_row) for piece in pieces]
     block = views[0] if len(views) == 1 else b"".join(views)
     assert len(block) == end - start
     return block
-
-
-def _tail_pieces(
-    start: int, end: int, header: Header, form: StateForm, source: RowSource
-) -> Iterator[bytes]:
-    """The bytes [start, end) of all tails one after the other."""
-    size = form.layout.tail_bytes
-    for number in range(start // size, -(-end // size)):
-        tail = source.tail(header.tails[number])
-        assert len(tail) == size
-        yield tail[max(0, start - number * size) : end - number * size]

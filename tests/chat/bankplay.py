@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds4grpc.bank import Record, RecordKind, Waypoint
+from ds4grpc.bank import Record, Waypoint
 from ds4grpc.chat.keys import BankView, BuiltRecords, build_records
 from ds4grpc.chat.prompt import Channel, Prompt, Reply
 from ds4grpc.chat.renderer import Renderer
@@ -85,9 +85,7 @@ class Bank:
         hidden = admitted.hidden
         if parser.hidden_span[1]:
             start, stop = parser.hidden_span
-            hidden |= Spans.of(
-                [(end + start - prompt.open_tokens, end + min(stop, received))]
-            )
+            hidden |= Spans.of([(end + start - prompt.open_tokens, end + min(stop, received))])
         self.ids = [*admitted.ids, *sampled[:received]]
         self.hidden = hidden
         ids = np.asarray(self.ids, dtype=np.uint32)
@@ -126,19 +124,21 @@ def judge(renderer: Renderer, prompt: Prompt, admitted: Admitted, reasonings: li
     `reasonings` are all texts of reasoning so far, each found nowhere else.
     """
     tokenizer = renderer.codec.tokenizer
-    visible: list[int] = []
-    at = 0
-    for start, end in admitted.hidden.pairs:
-        visible += admitted.ids[at:start]
-        at = end
-    visible += admitted.ids[at:]
-    text = prompt.text.decode()
     bos = renderer.codec.bos(prompt.text)
-    assert visible[: len(bos)] == bos
-    visible = visible[len(bos) :]
-    got = _bare(renderer, tokenizer.decode(visible), reasonings)
+    assert admitted.ids[: len(bos)] == bos
+    shown: list[str] = []
+    structure: list[int] = []
+    at = len(bos)
+    for start, end in (*admitted.hidden.pairs, (len(admitted.ids), len(admitted.ids))):
+        shown.append(tokenizer.decode(admitted.ids[at:start]))
+        structure += admitted.ids[at:start]
+        # The token that ends the close marker may hold the start of the answer as well.
+        shown.append(tokenizer.decode(admitted.ids[start:end]).partition(renderer.markers.close)[2])
+        at = end
+    text = prompt.text.decode()
+    got = _bare(renderer, "".join(shown), reasonings)
     assert got == _bare(renderer, unescape(text), reasonings)
-    assert _structure(renderer, visible) == _structure(renderer, tokenizer.encode(text))
+    assert _structure(renderer, structure) == _structure(renderer, tokenizer.encode(text))
 
 
 def doubled(renderer: Renderer, ids: list[int]) -> bool:
@@ -163,7 +163,3 @@ def _structure(renderer: Renderer, ids: list[int]) -> list[int]:
     tokenizer = renderer.codec.tokenizer
     markers = set(tokenizer.encode(renderer.markers.open + renderer.markers.close))
     return [i for i in ids if tokenizer.is_control(i) and i not in markers]
-
-
-def kinds(records: tuple[Record, ...]) -> set[RecordKind]:
-    return {record.kind for record in records}

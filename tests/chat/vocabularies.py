@@ -10,11 +10,12 @@ import functools
 import re
 from pathlib import Path
 
+from sources import llama_cpp_source
+
 from ds4grpc.chat.renderer import Renderer
 from ds4grpc.chat.template import Template
 from ds4grpc.errors import InvalidRequest
 from ds4grpc.tokenizer import Tokenizer
-from sources import llama_cpp_source
 
 # Spellings that models of these templates have as control tokens.
 _CONTROLS = re.compile(

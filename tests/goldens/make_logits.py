@@ -1,7 +1,7 @@
 """Writes the golden logits of SmolLM2: what transformers computes from the same GGUF file.
 
-Run by hand (8 minutes on two slow cores), in an environment that has `torch==2.13.0`,
-`transformers==5.24.0`, `gguf`, `tokenizers` and `numpy`, from the repository's root and with SmolLM2 pulled:
+Run by hand from the repository's root (8 minutes on two slow cores), with SmolLM2 pulled, in an
+environment that has `torch==2.13.0`, `transformers==5.24.0`, `gguf`, `tokenizers`, `numpy`:
 
     PYTHONPATH=. python tests/goldens/make_logits.py
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ def main() -> None:
     )
     model.eval()
     draw = random.Random(_SEED)
-    fields: dict[str, np.ndarray] = {}
+    fields: dict[str, Any] = {}
     for name, text in _prompts().items():
         ids = tokenizer.encode(text)
         if name.startswith("long"):

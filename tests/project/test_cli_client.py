@@ -4,6 +4,7 @@ The service says what a server may say and a small model will not say on demand;
 stands behind the same commands in the system tests.
 """
 
+import codecs
 import json
 import os
 import pty
@@ -421,6 +422,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._text = ""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("DS4GRPC_")}
         self.process = subprocess.Popen(
@@ -447,13 +449,13 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def wait_for(self, text: str, seconds: float = 10) -> None:
+    def wait_for(self, text: str, seconds: float = 30) -> None:
         """Reads until `text` has come after what was waited for before."""
         end = time.monotonic() + seconds
         while text not in self._text:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"{text!r} did not come, but {self._text!r}"
-            self._text += os.read(self._ours, 65536).decode()
+            self._text += self._decoder.decode(os.read(self._ours, 65536))
         self._text = self._text.split(text, 1)[1]
 
 

@@ -15,22 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from ds4grpc import metrics as module
+from ds4grpc import families as module
 from ds4grpc.bank import Admission, MissReason, PersistReason, RecordKind
 from ds4grpc.config import Address
 from ds4grpc.engine.request import FinishReason, Started
 from ds4grpc.engine.slots import SlotState
 from ds4grpc.errors import BankCorrupt, ConfigError
-from ds4grpc.metrics import (
-    FAMILIES,
-    BuildInfo,
-    EngineState,
-    Family,
-    Metrics,
-    MetricsListener,
-    StoreState,
-    families_by_sample,
-)
+from ds4grpc.families import FAMILIES, Family, families_by_sample
+from ds4grpc.metrics import BuildInfo, EngineState, Metrics, MetricsListener, StoreState
 from ds4grpc.store.database import CatalogError
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "ds4grpc"
 # ones above it here.
 LAYERS = (
     *(("errors", 0), ("config", 0), ("metrics", 0), ("logs", 0), ("layout", 0), ("bank", 0)),
-    ("v1", 0),
+    *(("v1", 0), ("families", 0)),
     *(("kernels", 1), ("store.format", 1), ("tokenizer", 1), ("pretokenize", 1)),
     *(("chat", 2), ("model", 3), ("engine", 4), ("store", 4), ("migrations", 4)),
     *(("rpc", 5), ("server", 6), ("commands", 6), ("cli", 6), ("__main__", 6)),

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from ds4grpc import errors
-from ds4grpc.metrics import CODES as METRIC_CODES
+from ds4grpc.families import CODES as METRIC_CODES
 from ds4grpc.rpc.status import CODES, DOMAIN, status_code, to_status
 
 DETAILS = (

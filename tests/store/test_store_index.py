@@ -128,6 +128,19 @@ def test_index_agrees_with_a_plain_model(seed: int) -> None:
         assert index.num_pinned == sum(each.pinned for each in model.values())
 
 
+def test_children_come_most_recently_used_first() -> None:
+    index = index_of(entry(1), entry(2, 1, 5.0), entry(3, 1, 9.0), entry(4, 1, 7.0))
+    root = index.get(f"{1:032x}")
+    assert root is not None
+    assert [each.bank_id[-1] for each in index.children(root)] == ["4", "3", "2"]
+    index.order_children()
+    assert [each.bank_id[-1] for each in index.children(root)] == ["3", "4", "2"]
+    first = index.get(f"{2:032x}")
+    assert first is not None
+    index.used(first, 20.0)
+    assert [each.bank_id[-1] for each in index.children(root)] == ["2", "3", "4"]
+
+
 def test_time_to_live_and_pin() -> None:
     brief = replace(entry(1, last_used_at=100.0), ttl_seconds=10.0)
     assert brief.is_usable(109.0)
