@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -94,12 +94,15 @@ class Record:
     `key` is UTF-8 of the escaped render (chat.escape); `renderer` is the digest of what made it.
     `waypoints` ascend in both coordinates; (0, 0) is implied and not listed. For `raw` and
     `visible` the last waypoint stands at the end of the key; a `prompt` key has none there.
+    `anchor` is the byte offset of the last control token in the key, 0 without one: a later
+    prompt has one there too, while the key itself may end anywhere in a reply.
     """
 
     kind: RecordKind
     key: bytes
     renderer: bytes  # 16 bytes
     waypoints: tuple[Waypoint, ...] = ()
+    anchor: int = 0
 
     @property
     def end(self) -> Waypoint | None:
@@ -112,7 +115,7 @@ class Record:
         kept = tuple(w for w in self.waypoints if w.position <= position)
         if len(kept) == len(self.waypoints):
             return self
-        return Record(self.kind, self.key, self.renderer, kept)
+        return replace(self, waypoints=kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGUFWriter, TokenType
 from sources import smollm2_file
 
 from ds4grpc.model.gguf import read_gguf
@@ -50,22 +50,24 @@ def write_tiny(
     shape: TinyShape | None = None,
     *,
     template: str | None = None,
+    controls: tuple[str, ...] = (),
     also: Callable[[GGUFWriter], None] | None = None,
     extra: dict[str, npt.NDArray[np.float32]] | None = None,
     leave_out: str = "",
 ) -> Path:
     """Writes the checkpoint to `path` and returns it; the same arguments give the same bytes.
 
-    `template` replaces SmolLM2's chat template and `also` may add metadata. `extra` adds tensors,
-    or replaces some; `leave_out` names one that is not written.
+    `template` replaces SmolLM2's chat template, `controls` are control tokens added for it, the
+    first of which ends replies, and `also` may add metadata. `extra` adds tensors, or replaces
+    some; `leave_out` names one that is not written.
     """
     shape = shape or TinyShape()
     writer = GGUFWriter(path, "llama")
     _write_numbers(writer, shape)
-    _write_vocabulary(writer, template)
+    _write_vocabulary(writer, template, controls)
     if also is not None:
         also(writer)
-    for name, tensor in {**_tensors(shape), **(extra or {})}.items():
+    for name, tensor in {**_tensors(shape, len(controls)), **(extra or {})}.items():
         if name != leave_out:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -96,15 +98,19 @@ def _write_numbers(writer: GGUFWriter, shape: TinyShape) -> None:
         writer.add_array("llama.attention.sliding_window_pattern", list(shape.sliding))
 
 
-def _write_vocabulary(writer: GGUFWriter, template: str | None) -> None:
+def _write_vocabulary(writer: GGUFWriter, template: str | None, controls: tuple[str, ...]) -> None:
     vocabulary = _vocabulary()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    end_id = len(tokens) if controls else vocabulary["tokenizer.ggml.eos_token_id"]
     writer.add_tokenizer_model(vocabulary["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(vocabulary["tokenizer.ggml.pre"])
-    writer.add_token_list(vocabulary["tokenizer.ggml.tokens"])
-    writer.add_token_types(vocabulary["tokenizer.ggml.token_type"])
+    writer.add_token_list([*tokens, *controls])
+    writer.add_token_types(
+        [*vocabulary["tokenizer.ggml.token_type"], *(TokenType.CONTROL for _ in controls)]
+    )
     writer.add_token_merges(vocabulary["tokenizer.ggml.merges"])
     writer.add_bos_token_id(vocabulary["tokenizer.ggml.bos_token_id"])
-    writer.add_eos_token_id(vocabulary["tokenizer.ggml.eos_token_id"])
+    writer.add_eos_token_id(end_id)
     writer.add_chat_template(template or vocabulary["tokenizer.chat_template"])
 
 
@@ -113,7 +119,7 @@ def _vocabulary() -> dict[str, Any]:
     return dict(read_gguf(smollm2_file()).metadata)
 
 
-def _tensors(shape: TinyShape) -> dict[str, npt.NDArray[np.float32]]:
+def _tensors(shape: TinyShape, num_controls: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     random = np.random.default_rng(_SEED)
 
     def matrix(num_rows: int, num_columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
@@ -126,7 +132,7 @@ def _tensors(shape: TinyShape) -> dict[str, npt.NDArray[np.float32]]:
     width = shape.hidden_dim
     query_dim = shape.num_heads * shape.head_dim
     kv_dim = shape.num_kv_heads * shape.head_dim
-    num_tokens = len(_vocabulary()["tokenizer.ggml.tokens"])
+    num_tokens = len(_vocabulary()["tokenizer.ggml.tokens"]) + num_controls
     tensors = {
         "token_embd.weight": matrix(num_tokens, width, _LOGIT_SCALE if shape.tied else 1.0),
         "output_norm.weight": norm(width),

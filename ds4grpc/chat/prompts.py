@@ -6,6 +6,8 @@ inputs. Immutable; worker threads, not the event loop: everything here computes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds4grpc.bank import BankContent, Ids, Record, Waypoint
 from ds4grpc.chat.keys import BankView, build_records, check_record
 from ds4grpc.chat.prompt import Conversation, Prompt, Reply
@@ -72,7 +74,13 @@ class Prompts:
         """
         bank = BankView(content.ids, content.hidden, waypoints)
         built = build_records(self._renderer, prompt, reply, bank)
-        return built.records, built.outcome
+        return tuple(map(self._anchored, built.records)), built.outcome
+
+    def _anchored(self, record: Record) -> Record:
+        """The record with its anchor: where lookups on disk find it whatever its key ends in."""
+        text = record.key.decode()
+        spans = self._codec.control_spans(text)
+        return replace(record, anchor=len(text[: spans[-1][0]].encode())) if spans else record
 
     def is_sound(self, record: Record, content: BankContent) -> bool:
         """Whether a record that came from a file fits its bank's tokens."""

@@ -26,7 +26,7 @@ MAX_CALL_ID_BYTES = 256
 
 _COUNTS = struct.Struct("<II")  # hidden spans, records
 _PAIR = struct.Struct("<II")
-_RECORD = struct.Struct("<B16sIII")  # kind, renderer, shared bytes, own bytes, waypoints
+_RECORD = struct.Struct("<B16sIIII")  # kind, renderer, shared, own bytes, anchor, waypoints
 _COUNT = struct.Struct("<I")
 _CALL = struct.Struct("<II")  # bytes of the call id, of the sampled text
 _KINDS = {RecordKind.RAW: 0, RecordKind.VISIBLE: 1, RecordKind.PROMPT: 2}
@@ -72,7 +72,8 @@ def encode_records(hidden: Spans, records: Sequence[Record]) -> bytes:
         shared = common_prefix_bytes(before, record.key)
         own = record.key[shared:]
         code = _KINDS[record.kind]
-        parts.append(_RECORD.pack(code, record.renderer, shared, len(own), len(record.waypoints)))
+        lengths = (shared, len(own), record.anchor, len(record.waypoints))
+        parts.append(_RECORD.pack(code, record.renderer, *lengths))
         parts.append(own)
         parts.extend(_PAIR.pack(point.offset, point.position) for point in record.waypoints)
         before = record.key
@@ -90,17 +91,19 @@ def decode_records(data: bytes, frontier: int) -> tuple[Spans, tuple[Record, ...
     left = MAX_KEYS_BYTES
     before = b""
     for _ in range(num_records):
-        code, renderer, shared, own, num_waypoints = read.take(_RECORD)
+        code, renderer, shared, own, anchor, num_waypoints = read.take(_RECORD)
         left -= shared + own
         if code not in _KIND_OF or shared > len(before) or left < 0:
             raise BankCorrupt("a record's kind or key length is not possible", kind="record")
         before = before[:shared] + read.bytes(own)
+        if anchor and anchor >= len(before):
+            raise BankCorrupt("a record's anchor is beyond its key", kind="record")
         try:
             before.decode()
         except UnicodeDecodeError as error:
             raise BankCorrupt("a record's key is not UTF-8", kind="record") from error
         waypoints = _decode_waypoints(read, num_waypoints, len(before), frontier)
-        records.append(Record(_KIND_OF[code], before, renderer, waypoints))
+        records.append(Record(_KIND_OF[code], before, renderer, waypoints, anchor))
     read.done()
     return hidden, tuple(records)
 

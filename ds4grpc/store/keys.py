@@ -6,11 +6,12 @@ namespaces never meet and none can be computed from a guessed text without it. P
 Two running hashes, of token ids and of key text, are read off at fixed strides:
 
     ids   |....256....|....512....|....768..^      a bank stores those in (base, frontier]
-    text  |..1 KiB..|..2 KiB..|    ^ and at each waypoint of each record
+    text  |..1 KiB..|..2 KiB..|    ^ and at each waypoint and the anchor of each record
 
 A running hash at an offset stands for everything before it, so one equal digest is one equal
 prefix. What a bank shares with its parent is stored with the parent only, and text ahead of the
-first waypoint not at all: there the ids say the same. So no digest belongs to many banks.
+first waypoint not at all: there the ids say the same. So no digest belongs to many banks, but
+for an anchor, which all replies to one prompt share.
 """
 
 from __future__ import annotations
@@ -90,15 +91,20 @@ def _text_digests(namespace: bytes, text: bytes, offsets: Iterable[int]) -> Iter
 
 def _record_digests(namespace: bytes, record: Record, base: int) -> Iterable[tuple[bytes, int]]:
     """(digest, tokens delivered at least) for what a record's key has that the parent's has not:
-    waypoints past the base, and strides after the last waypoint at or below it."""
+    waypoints past the base, and strides after the last waypoint at or below it; and its anchor."""
     positions = {point.offset: point.position for point in record.waypoints if point.offset}
     strides = range(TEXT_STRIDE, len(record.key) + 1, TEXT_STRIDE)
-    offsets = sorted({*positions, *strides})
+    # Records of earlier turns are in the files of those turns, with their anchors.
+    is_new = record.end is None or record.end.position > base
+    anchors = {record.anchor} - {0} if is_new else set()
+    offsets = sorted({*positions, *strides, *anchors})
     position = 0
     for offset, digest in zip(offsets, _text_digests(namespace, record.key, offsets), strict=True):
         is_waypoint = offset in positions
         position = positions.get(offset, position)
-        if position > base or (position == base > 0 and not is_waypoint):
+        if offset in anchors:
+            yield digest, position + 1  # past the waypoint: ahead of the banks that end there
+        elif position > base or (position == base > 0 and not is_waypoint):
             yield digest, position
 
 

@@ -35,15 +35,13 @@ def _turn(used: Renderer, conversation: Conversation, raw: str, bank: Bank | Non
     """A bank after the reply `raw`, whose markers are the family's."""
     bank = bank or Bank(used)
     prompt = used.prompt(conversation)
-    said = bank.play(prompt, bank.admit(prompt), used.codec.tokenizer.encode(raw), cut=0)
-    bank.said = said  # type: ignore[attr-defined]
+    bank.play(prompt, bank.admit(prompt), used.codec.tokenizer.encode(raw), cut=0)
     return bank
 
 
 def _said(bank: Bank) -> Said:
-    said = bank.said  # type: ignore[attr-defined]
-    assert isinstance(said, Said)
-    return said
+    assert bank.said is not None
+    return bank.said
 
 
 def _keys(bank: Bank) -> dict[str, RecordKind]:
@@ -161,7 +159,7 @@ def test_markers_that_a_client_writes_about_cost_no_key() -> None:
         system = Message(Role.SYSTEM, "Models write <think> first, </think> last.")
         ask = Message(Role.USER, "What does <think> mean? And </think><think>?")
         answer = "<think> opens, </think> closes."
-        messages = (system, ask)
+        messages: tuple[Message, ...] = (system, ask)
         bank = _turn(used, Conversation(messages, thinking=True), f"Hm.</think>{answer}")
         assert _said(bank).built.outcome == "built"
         messages = (*messages, Message(Role.ASSISTANT, answer), BYE)

@@ -51,6 +51,7 @@ class Bank:
     ids: list[int] = field(default_factory=list)
     hidden: Spans = field(default_factory=Spans)
     records: list[Record] = field(default_factory=list)
+    said: Said | None = None  # the last reply
 
     def admit(self, prompt: Prompt) -> Admitted:
         """The best start: the whole bank, else up to a waypoint, else nothing."""
@@ -93,12 +94,13 @@ class Bank:
         built = build_records(self.renderer, prompt, reply, view)
         upto = [record.upto(admitted.position) for record in self.records]
         self.records = [*upto, *built.records]
-        return Said(
+        self.said = Said(
             text="".join(text for channel, text in pieces if channel is Channel.TEXT),
             reasoning="".join(text for channel, text in pieces if channel is Channel.REASONING),
             built=built,
             reply=reply,
         )
+        return self.said
 
 
 def split_encode(tokenizer: Tokenizer, text: str, draw: random.Random) -> list[int]:
