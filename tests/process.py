@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -90,10 +91,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.terminate()
         try:
-            code = self.process.wait(STOP_SECONDS)
+            return self.wait()
         except subprocess.TimeoutExpired:
             self.kill()
             raise RuntimeError(f"the server did not stop:\n{self.log}") from None
+
+    def wait(self) -> int:
+        """Waits for a process that was told to end; returns its exit code."""
+        code = self.process.wait(STOP_SECONDS)
         self._join()
         return code
 
@@ -103,6 +108,14 @@ class ServerProcess:
             self.process.kill()
         self.process.wait(10)
         self._join()
+
+    async def until_generating(self) -> None:
+        """Returns when the first token of this server's life has been sampled."""
+        for _ in range(1000):
+            if self.metrics()["ds4grpc_generated_tokens_total"]:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("nothing is generated")
 
     def wait_for_log(self, pattern: str, seconds: float = 10.0) -> str:
         """The first log line that matches, as soon as there is one."""

@@ -14,6 +14,8 @@ from process import ServerProcess, server
 from rule import Judge
 from texts import preamble, question, sentences
 
+from ds4grpc.v1 import generation_pb2 as pb
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 FLOAT32 = ("--dtype", "float32", "--no-kv-disk")
@@ -161,12 +163,12 @@ async def test_equal_cold_prefixes_are_not_prefilled_twice(
 
 
 async def until_waiting(client: Client, count: int) -> None:
-    from ds4grpc.v1 import generation_pb2 as pb
-
     request = pb.ListGenerationsRequest(states=[pb.GENERATION_STATE_QUEUED])
-    async with asyncio.timeout(20):
-        while len((await client.generation.ListGenerations(request)).generations) != count:
-            await asyncio.sleep(0.02)
+    for _ in range(1000):
+        if len((await client.generation.ListGenerations(request)).generations) == count:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"there were never {count} waiting")
 
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, object]:
