@@ -68,7 +68,7 @@ migration: setup
 	$(BIN)/alembic revision -m '$(or $(name),$(error usage: make migration name="add a column"))'
 
 bench: setup
-	$(BIN)/ds4grpc bench $(ARGS)
+	$(BIN)/python benchmarks/turns.py $(ARGS)
 
 dist: setup
 	$(BIN)/python -m build

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 
 from ds4grpc.v1 import (
     bank_pb2,
@@ -21,7 +22,7 @@ from ds4grpc.v1 import (
     generation_pb2 as pb,
 )
 
-Messages = Sequence[tuple[str, str] | tuple[str, str, str]]
+Messages = Sequence[tuple[str, ...] | pb.ChatMessage]
 ROLES = {
     "system": pb.ROLE_SYSTEM,
     "user": pb.ROLE_USER,
@@ -187,7 +188,9 @@ class Client:
 
     async def bank(self, bank_id: str, *, key_text: bool = False) -> bank_pb2.Bank:
         request = bank_pb2.GetBankRequest(bank_id=bank_id, include_key_text=key_text)
-        return (await self.banks.GetBank(request, metadata=self.metadata)).bank
+        response: bank_pb2.GetBankResponse
+        response = await self.banks.GetBank(request, metadata=self.metadata)
+        return response.bank
 
     async def decode(self, ids: Sequence[int]) -> str:
         response = await self.models.Detokenize(model_pb2.DetokenizeRequest(token_ids=ids))
@@ -195,7 +198,11 @@ class Client:
 
     async def render(self, messages: Messages, **options: Any) -> model_pb2.RenderPromptResponse:
         request = chat_request(messages, **options)
-        return await self.models.RenderPrompt(model_pb2.RenderPromptRequest(chat=request.chat))
+        response: model_pb2.RenderPromptResponse
+        response = await self.models.RenderPrompt(
+            model_pb2.RenderPromptRequest(chat=request.chat), metadata=self.metadata
+        )
+        return response
 
 
 def collect(reply: Reply, response: pb.GenerateResponse) -> None:
@@ -222,3 +229,15 @@ def collect(reply: Reply, response: pb.GenerateResponse) -> None:
 async def connect(target: str, tenant: str = "") -> AsyncIterator[Client]:
     async with grpc.aio.insecure_channel(target) as channel:
         yield Client(channel, tenant)
+
+
+def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """A refused call's google.rpc details by their short names."""
+    data = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+    assert isinstance(data, bytes)
+    found: dict[str, Any] = {}
+    for packed in status_pb2.Status.FromString(data).details:
+        name = packed.TypeName().rsplit(".", 1)[-1]
+        found[name] = getattr(error_details_pb2, name)()
+        packed.Unpack(found[name])
+    return found

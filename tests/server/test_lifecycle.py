@@ -11,10 +11,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from client import chat_request, connect
+from client import chat_request, connect, details_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from process import ServerProcess, server
-from test_streams import details_of
 from texts import preamble, question
 
 from ds4grpc.v1 import bank_pb2, model_pb2

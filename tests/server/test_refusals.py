@@ -12,9 +12,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from client import Client, chat_request, connect, request_options
+from client import Client, chat_request, connect, details_of, request_options
 from process import ServerProcess, server
-from test_streams import details_of
 from texts import preamble, question
 
 from ds4grpc.v1 import generation_pb2 as pb
@@ -108,10 +107,10 @@ async def test_bad_input_is_refused_with_numbers_and_the_next_request_works(
         assert part in (error.details() or "")
         assert "Traceback" not in (error.details() or "")
         details = details_of(error)
-        assert details["ErrorInfo"].domain == "ds4grpc"  # type: ignore[attr-defined]
+        assert details["ErrorInfo"].domain == "ds4grpc"
         if reason is not None:
-            assert details["ErrorInfo"].reason == reason  # type: ignore[attr-defined]
-        assert details["BadRequest"].field_violations  # type: ignore[attr-defined]
+            assert details["ErrorInfo"].reason == reason
+        assert details["BadRequest"].field_violations
         works = await client.chat([("user", "Hi")], max_tokens=1)
         assert works.finish_reason == "length"
 
@@ -137,7 +136,7 @@ async def test_request_id_in_use_is_refused(small_server: ServerProcess) -> None
         await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await client.run(request)
-        assert details_of(refused.value)["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"  # type: ignore[attr-defined]
+        assert details_of(refused.value)["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"
         call.cancel()
 
 

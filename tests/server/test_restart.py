@@ -66,7 +66,7 @@ async def test_kill_nine_loses_no_finished_turn(
 async def test_sigterm_keeps_every_conversation_to_its_last_token(
     smollm2_path: Path, tmp_path: Path, cold_server: ServerProcess
 ) -> None:
-    conversations = {
+    conversations: dict[str, list[tuple[str, ...]]] = {
         name: [("system", preamble(36, seed=i + 2))] for i, name in enumerate(CONVERSATIONS)
     }
     last: dict[str, Reply] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from client import Client, Reply, chat_request, collect, connect, request_options
-from google.rpc import error_details_pb2, status_pb2
+from client import Client, Reply, chat_request, collect, connect, details_of, request_options
 from process import ServerProcess, server
 from rule import Judge
 from texts import preamble, question, sentences
@@ -118,7 +118,7 @@ async def test_full_queue_is_refused_with_retry_info(smollm2_path: Path, tmp_pat
     with server(tmp_path, "--slots", "1", "--queue", "2", "--no-kv-disk") as running:
         async with connect(running.target) as client:
 
-            def start(seed: int) -> grpc.aio.UnaryStreamCall:
+            def start(seed: int) -> Any:
                 messages = [("user", question(seed))]
                 return client.generation.Generate(
                     chat_request(messages, max_tokens=400, bias={2: -100.0})
@@ -169,16 +169,3 @@ async def until_waiting(client: Client, count: int) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"there were never {count} waiting")
-
-
-def details_of(error: grpc.aio.AioRpcError) -> dict[str, object]:
-    """google.rpc details by their short names."""
-    data = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
-    status = status_pb2.Status.FromString(data)
-    found: dict[str, object] = {}
-    for packed in status.details:
-        name = packed.TypeName().rsplit(".", 1)[-1]
-        message = getattr(error_details_pb2, name)()
-        packed.Unpack(message)
-        found[name] = message
-    return found
