@@ -108,7 +108,11 @@ class ServeConfig:
         high=2**24,
     )
     prefill_chunk: int = option(
-        256, "Prompt tokens computed in one step; fewer while other requests run.", "TOKENS", low=16, high=65536
+        256,
+        "Prompt tokens computed in one step; fewer while other requests run.",
+        "TOKENS",
+        low=16,
+        high=65536,
     )
     queue: int = option(
         256, "Requests that may wait for a slot; more are refused.", "N", low=1, high=65536

@@ -129,7 +129,8 @@ class Placer:
         if takeable and at_frontier and not source.pinned:
             self._slots.activate(source, namespace)
             return Placement(Admission.WARM, source, proposal, source)
-        if takeable and not at_frontier and not source.pinned and self._cheaper_to_cut(source, base):
+        cuttable = takeable and not at_frontier and not source.pinned
+        if cuttable and self._cheaper_to_cut(source, base):
             self._stage(source, PersistReason.EVICT, detach=False)
             self._slots.activate(source, namespace)
             self._slots.truncate(source, base)

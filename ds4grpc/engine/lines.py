@@ -10,7 +10,6 @@ def admit(request_id: str, started: Started, seconds: float) -> Line:
     """`seconds` from arrival to the start of prefill."""
     return line(
         "admit",
-        request=request_id,
         admission=started.admission,
         slot=started.slot,
         pos_base=started.pos_base,
@@ -18,6 +17,7 @@ def admit(request_id: str, started: Started, seconds: float) -> Line:
         hidden=started.hidden_tokens or None,
         miss=started.miss_reason,
         seconds=seconds,
+        request=request_id,
     )
 
 
@@ -25,7 +25,6 @@ def finish(request_id: str, finished: Finished) -> Line:
     usage, timings = finished.usage, finished.timings
     return line(
         "finish",
-        request=request_id,
         reason=finished.finish_reason,
         prompt=usage.prompt_tokens,
         cached=usage.cached_tokens,
@@ -37,4 +36,5 @@ def finish(request_id: str, finished: Finished) -> Line:
         prefill=timings.prefill,
         decode=timings.decode,
         bank=finished.bank_id or None,
+        request=request_id,
     )

@@ -270,6 +270,8 @@ class _Play:
         markers = self.renderer.markers
         reasoning = f"Q{number}q{turn.reasoning.replace(markers.close, '')}q{number}Q"
         answer = turn.answer + self.draw.choice((f"A{number}a", ""))
+        if answer.lstrip().startswith(markers.open):  # it would be reasoning, found elsewhere too
+            answer = f"A{number}a{answer}"
         said = split_encode(tokenizer, answer, self.draw)
         opened: list[int] = []
         if not form.reasoning_open:

@@ -1,4 +1,4 @@
-"""Sampling: the noise is Philox's, options filter as they say, and a row does not know its batch."""
+"""Sampling: noise is Philox's, options filter as they say, and a row does not know its batch."""
 
 from __future__ import annotations
 
