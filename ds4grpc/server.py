@@ -167,6 +167,7 @@ class Loaded:
     model: Llama
     prompts: Prompts
     fingerprint: bytes
+    kv_bytes: int  # most memory for resident banks
 
 
 def _load(config: ServeConfig) -> Loaded:
@@ -187,7 +188,11 @@ def _load(config: ServeConfig) -> Loaded:
     prompts = Prompts(checkpoint.tokenizer, checkpoint.chat_template)
     trim_heap()  # what loading used and freed
     return Loaded(
-        checkpoint, model, prompts, fingerprint(checkpoint, model.layout, model.numeric_mode)
+        checkpoint=checkpoint,
+        model=model,
+        prompts=prompts,
+        fingerprint=fingerprint(checkpoint, model.layout, model.numeric_mode),
+        kv_bytes=config.kv_memory_bytes(),
     )
 
 
@@ -215,7 +220,8 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
     """Builds every part and takes them down in the opposite order."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        workers = stack.enter_context(ThreadPoolExecutor(_WORKERS, "worker"))
+        workers = ThreadPoolExecutor(_WORKERS, "worker")
+        stack.push_async_callback(asyncio.to_thread, workers.shutdown)
         loaded = await loop.run_in_executor(workers, _load, config)
         checkpoint, model = loaded.checkpoint, loaded.model
         collected = CollectorRegistry()
@@ -230,7 +236,7 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
             ),
         )
         listener = MetricsListener(collected, config.metrics_listen)
-        stack.callback(listener.close)
+        stack.push_async_callback(asyncio.to_thread, listener.close)
         store = None
         if not config.no_kv_disk:
             store = await stack.enter_async_context(_store(config, loaded, metrics))
@@ -258,11 +264,11 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         admin, admin_address = None, None
         if config.admin_listen is not None:
             admin = _grpc_server()
-            _add_banks(admin, config, config.admin_listen, loaded, engine, store, workers)
+            _add_banks(admin, config.admin_listen, loaded, engine, store, workers)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             add_reflection(admin, (BANK, HEALTH))
         elif config.listen.is_loopback:
-            _add_banks(server, config, config.listen, loaded, engine, store, workers)
+            _add_banks(server, config.listen, loaded, engine, store, workers)
             services.append(BANK)
         else:
             log.warning(line("BankService is not served beyond loopback; see --admin-listen"))
@@ -290,7 +296,10 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
 async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> AsyncIterator[Store]:
     """Opens the disk tier, or says why it cannot be opened and how to go on without it."""
     folder = config.bank_folder
-    if not folder.exists():
+    is_new, quota_bytes = await asyncio.to_thread(
+        lambda: (not folder.exists(), config.kv_disk_bytes())
+    )
+    if is_new:
         log.warning(
             line(
                 "banks hold prompts and replies in clear, readable by this user",
@@ -303,7 +312,7 @@ async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Async
             folder=str(folder),
             fingerprint=loaded.fingerprint,
             layout=loaded.model.layout,
-            quota_bytes=config.kv_disk_bytes(),
+            quota_bytes=quota_bytes,
             min_tokens=config.kv_cache_min_tokens,
         ),
         metrics,
@@ -334,15 +343,14 @@ async def _engine(
         memory = allocate(layout, model.max_context, model.device)
         return memory, model.bind(memory.planes)
 
-    kv_bytes = config.kv_memory_bytes()
     core = Core(
         CoreOptions(
             fingerprint=loaded.fingerprint,
             layout=layout,
             max_context=model.max_context,
             min_tokens=config.kv_cache_min_tokens,
-            memory_bytes=kv_bytes,
-            staging_bytes=kv_bytes // _STAGING_SHARE,
+            memory_bytes=loaded.kv_bytes,
+            staging_bytes=loaded.kv_bytes // _STAGING_SHARE,
             writes=store is not None,
         ),
         Slots(layout, config.slots, model.max_context, new_memory),
@@ -359,7 +367,7 @@ async def _engine(
         core,
         loaded.prompts,
         layout,
-        EngineLimits(model.max_context, model.vocabulary_size, config.queue, kv_bytes),
+        EngineLimits(model.max_context, model.vocabulary_size, config.queue, loaded.kv_bytes),
         store,
         workers,
     )
@@ -369,7 +377,6 @@ async def _engine(
 
 def _add_banks(
     server: grpc.aio.Server,
-    config: ServeConfig,
     address: Address,
     loaded: Loaded,
     engine: TorchEngine,
@@ -380,7 +387,7 @@ def _add_banks(
         engine,
         store,
         Tenants(loopback=address.is_loopback),
-        config.kv_memory_bytes(),
+        loaded.kv_bytes,
         loaded.checkpoint.tokenizer,
         workers,
     )

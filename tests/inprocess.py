@@ -148,6 +148,13 @@ class Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(self.format(record))
 
+    def expect(self, *starts: str) -> None:
+        """That these errors were logged so far, and no others."""
+        assert len(self.messages) == len(starts), self.messages
+        for message, start in zip(self.messages, starts, strict=True):
+            assert message.startswith(start)
+        self.messages.clear()
+
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
@@ -210,7 +217,9 @@ class Rig:
         options.setdefault("thinking", False)
         return self.prompts.from_chat(Conversation(messages, **options), budget)
 
-    def request(self, prompt: Prompt, max_tokens: int | None = 8, **options: Any) -> GenerationRequest:
+    def request(
+        self, prompt: Prompt, max_tokens: int | None = 8, **options: Any
+    ) -> GenerationRequest:
         """A greedy request that no end marker ends by chance. Options are those of Stopping,
         CacheOptions and GenerationRequest."""
         given = {
@@ -244,9 +253,9 @@ class Rig:
         self.model.says.update(enumerate(said, position))
         return ids
 
-    async def answer(self, request: GenerationRequest) -> Answer:
-        """Runs a request to its end."""
-        answer = Answer()
+    async def answer(self, request: GenerationRequest, into: Answer | None = None) -> Answer:
+        """Runs a request to its end; what came before an error is in `into`."""
+        answer = Answer() if into is None else into
         async for event in self.engine.generate(request):
             answer.events.append(event)
         return answer
@@ -268,6 +277,9 @@ class Rig:
         sequence = self.core._find(request_id)
         return Phase.ENDED if sequence is None else sequence.phase
 
+    def is_planning(self, request_id: str) -> bool:
+        return self.phase(request_id) is Phase.PLANNING
+
     def paused(self, request_id: str) -> bool:
         """Whether a sequence waits for its reader; engine thread."""
         sequence = self.core._find(request_id)
@@ -275,18 +287,20 @@ class Rig:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Waits for something that is to be asked on the engine thread."""
-        async with asyncio.timeout(SECONDS):
-            while not await self.engine.ask(is_so):
-                await asyncio.sleep(0.005)
+        for _ in range(1000):
+            if await self.engine.ask(is_so):
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("it did not happen")
 
     @contextmanager
-    def workers_held(self) -> Iterator[None]:
-        """No lookup, copy or record is made within the block."""
+    def workers_held(self) -> Iterator[threading.Event]:
+        """No lookup, copy or record is made within the block, or until the event is set."""
         free = threading.Event()
         for _ in range(WORKERS):
             self.workers.submit(free.wait, SECONDS)
         try:
-            yield
+            yield free
         finally:
             free.set()
 

@@ -111,6 +111,18 @@ class Placer:
                 excess -= size
         return excess <= 0 and excess + self.staged_bytes <= 0
 
+    def expire(self, now: float) -> None:
+        """Forgets idle banks whose time to live has passed since their last use."""
+        for slot in self._slots:
+            if (
+                slot.state is SlotState.IDLE
+                and slot.readers == 0
+                and slot.ttl_seconds is not None
+                and now - slot.last_use >= slot.ttl_seconds
+            ):
+                self._evicted("expired")
+                self._slots.release(slot)
+
     def _place_resident(
         self, proposal: Proposal, bank: ResidentBank, namespace: bytes, now: float
     ) -> Placement | None:

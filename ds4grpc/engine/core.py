@@ -158,6 +158,7 @@ class Core:
         self._receive()
         now = time.monotonic()
         self._expire(now)
+        self._placer.expire(now)
         self._admit(now)
         work = self._scheduler.next(self._running)
         if work:
@@ -245,7 +246,8 @@ class Core:
                 self._up.append(WantLoad(sequence.request_id, source, base, sink))
 
     def _planned(self, sequence: Sequence, message: Planned) -> None:
-        if sequence.phase is not Phase.PLANNING:
+        # An id may serve a new request before the lookup of one that was cancelled ends.
+        if sequence.phase is not Phase.PLANNING or sequence.request is not message.request:
             refuse(message)
         elif message.plan is None:
             self._fail(sequence, message.error or EngineFailed("the lookup gave no plan"))

@@ -400,7 +400,7 @@ class TorchEngine:
             )
             seconds = time.monotonic() - began
             plan = Plan(proposals, miss, tuple(leases), want.resident_version, version, seconds)
-            self._core.post(Planned(request.request_id, plan))
+            self._core.post(Planned(request, plan))
         except Exception as error:
             for lease in leases:
                 lease.release()
@@ -408,7 +408,7 @@ class TorchEngine:
             if known is None:
                 log.exception("a lookup failed")
             failure = known or EngineFailed("looking for banks failed; see the server's log")
-            self._core.post(Planned(request.request_id, None, failure))
+            self._core.post(Planned(request, None, failure))
 
     def _sound(self, bank: StoredBank, record: Record) -> bool:
         return self._prompts.is_sound(record, bank.content)

@@ -27,11 +27,15 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A lookup has ended. `error` when it failed for this request alone."""
+    """The lookup for `request` has ended. `error` when it failed for this request alone."""
 
-    request_id: str
+    request: GenerationRequest
     plan: Plan | None
     error: Ds4grpcError | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 @dataclass(frozen=True, slots=True)

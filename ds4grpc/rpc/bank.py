@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds4grpc.bank import PersistReason, Record, RecordKind, Trust, tenant_tag
 from ds4grpc.engine.engine import ResidentInfo, TorchEngine
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 pb = bank_pb2
+T = TypeVar("T")
 
 _ID = re.compile(r"[0-9a-f]{6,32}")
 _LOCATIONS = {
@@ -103,14 +104,17 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
     ) -> pb.ListBanksResponse:
         terms = listing.parse_filter(request.filter)
         banks = await self._banks(context)
-        rows = [row for bank in banks.values() if listing.matches(row := bank.row(), terms)]
-        shown, token = listing.page(
-            listing.ordered(rows, request.order_by), request.page_size, request.page_token
-        )
+
+        def chosen() -> tuple[Sequence[listing.Row], str, int]:
+            rows = [row for bank in banks.values() if listing.matches(row := bank.row(), terms)]
+            ordered = listing.ordered(rows, request.order_by)
+            return *listing.page(ordered, request.page_size, request.page_token), len(rows)
+
+        shown, token, total = await self._in_worker(chosen)
         return pb.ListBanksResponse(
             banks=[_message(banks[row.bank_id]) for row in shown],
             next_page_token=token,
-            total_size=len(rows),
+            total_size=total,
         )
 
     async def GetBank(self, request: pb.GetBankRequest, context: Context) -> pb.GetBankResponse:
@@ -120,10 +124,9 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
             records: tuple[Record, ...] = bank.resident.records
         else:
             records = (await self._need_store().read(bank.bank_id)).records
+        with_text = bool(request.include_key_text)
         message.records.extend(
-            await asyncio.get_running_loop().run_in_executor(
-                self._workers, self._records, records, bool(request.include_key_text)
-            )
+            await self._in_worker(lambda: self._records(records, include_text=with_text))
         )
         return pb.GetBankResponse(bank=message)
 
@@ -237,18 +240,11 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         """The tenant's banks by id."""
         tag = tenant_tag(self._tenants.of(context))
         stored = await self._store.list_banks() if self._store is not None else []
-        banks = {
-            info.bank_id: _Bank(info.bank_id, None, info)
-            for info in stored
-            if info.namespace.startswith(tag)
-        }
-        for resident in await self._engine.residents():
-            if resident.namespace.startswith(tag):
-                known = banks.get(resident.bank_id)
-                banks[resident.bank_id] = _Bank(
-                    resident.bank_id, resident, known.stored if known is not None else None
-                )
-        return banks
+        residents = await self._engine.residents()
+        return await self._in_worker(lambda: _merged(stored, residents, tag))
+
+    async def _in_worker(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
 
     async def _find(self, bank_id: str, context: Context) -> _Bank:
         """By whole id or unique beginning. Raises InvalidRequest, BankNotFound."""
@@ -303,6 +299,24 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
                 )
             )
         return shown
+
+
+def _merged(
+    stored: Sequence[BankInfo], residents: Sequence[ResidentInfo], tag: bytes
+) -> dict[str, _Bank]:
+    """A tenant's banks by id, each wherever it is."""
+    banks = {
+        info.bank_id: _Bank(info.bank_id, None, info)
+        for info in stored
+        if info.namespace.startswith(tag)
+    }
+    for resident in residents:
+        if resident.namespace.startswith(tag):
+            known = banks.get(resident.bank_id)
+            banks[resident.bank_id] = _Bank(
+                resident.bank_id, resident, known.stored if known is not None else None
+            )
+    return banks
 
 
 def _message(bank: _Bank) -> pb.Bank:

@@ -167,33 +167,33 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """What renders and encodes the input; it runs in a worker thread."""
         match request.WhichOneof("input"):
             case "chat":
-                chat = request.chat
-                budget = chat.thinking.max_tokens if chat.thinking.HasField("max_tokens") else None
-                conversation = convert.conversation(chat)
-                return lambda: self._prompts.from_chat(conversation, budget)
+                return lambda: self._chat_prompt(request.chat)
             case "prompt":
-                text = request.prompt
-                return lambda: self._prompts.from_text(text)
+                return lambda: self._prompts.from_text(request.prompt)
             case "token_ids":
-                ids = np.fromiter(request.token_ids.ids, dtype=np.uint32)
-                if len(ids) and int(ids.max()) >= self._model.vocabulary_size:
-                    raise InvalidRequest(
-                        f"token_ids holds {int(ids.max())}; the vocabulary has"
-                        f" {self._model.vocabulary_size:,} ids, from 0",
-                        field="token_ids",
-                        reason="TOKEN_ID_OUT_OF_RANGE",
-                        metadata={
-                            "value": str(int(ids.max())),
-                            "vocabularySize": str(self._model.vocabulary_size),
-                        },
-                    )
-                return lambda: self._prompts.from_ids(ids)
+                return lambda: self._ids_prompt(request.token_ids)
             case _:
                 raise InvalidRequest(
                     "the request has no input; send prompt, token_ids or chat",
                     field="input",
                     reason="NO_INPUT",
                 )
+
+    def _chat_prompt(self, chat: pb.Chat) -> Prompt:
+        budget = chat.thinking.max_tokens if chat.thinking.HasField("max_tokens") else None
+        return self._prompts.from_chat(convert.conversation(chat), budget)
+
+    def _ids_prompt(self, message: pb.TokenIds) -> Prompt:
+        ids = np.fromiter(message.ids, dtype=np.uint32)
+        highest, size = int(ids.max(initial=0)), self._model.vocabulary_size
+        if highest >= size:
+            raise InvalidRequest(
+                f"token_ids holds {highest}; the vocabulary has {size:,} ids, from 0",
+                field="token_ids",
+                reason="TOKEN_ID_OUT_OF_RANGE",
+                metadata={"value": str(highest), "vocabularySize": str(size)},
+            )
+        return self._prompts.from_ids(ids)
 
 
 def _message(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ds4grpc.chat.prompt import Prompt
 from ds4grpc.chat.prompts import Prompts
 from ds4grpc.errors import InvalidRequest, ModelNotFound
 from ds4grpc.rpc import convert, validate
@@ -88,11 +89,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def RenderPrompt(
         self, request: model_pb2.RenderPromptRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> model_pb2.RenderPromptResponse:
-        conversation = convert.conversation(request.chat)
-        budget = None
-        if request.chat.thinking.HasField("max_tokens"):
-            budget = request.chat.thinking.max_tokens
-        prompt = await self._in_worker(lambda: self._prompts.from_chat(conversation, budget))
+        thinking = request.chat.thinking
+        budget = thinking.max_tokens if thinking.HasField("max_tokens") else None
+
+        def render() -> Prompt:
+            return self._prompts.from_chat(convert.conversation(request.chat), budget)
+
+        prompt = await self._in_worker(render)
         return model_pb2.RenderPromptResponse(
             text=last_text(self._prompts.shown(prompt)),
             prompt_tokens=len(prompt.ids),

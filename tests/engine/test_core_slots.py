@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from texts import sentences
 from ds4grpc.bank import Admission, MissReason, PersistReason, namespace
 from ds4grpc.chat.prompt import Prompt
 from ds4grpc.engine import engine as engine_module
-from ds4grpc.engine.request import Delta, Finished, FinishReason, GenerationRequest, Started
+from ds4grpc.engine.request import FinishReason, GenerationRequest
 from ds4grpc.engine.sequence import Phase
-from ds4grpc.engine.slots import SlotState
 
 RULES = sentences(6, 1)  # about 90 tokens
 OTHERS = sentences(6, 2)
@@ -167,65 +166,68 @@ async def test_slow_reader_pauses_its_own_row_only(
         assert answer.ids == whole
 
 
+# The prompt of a request, and the task that reads its stream.
+Cancelled = tuple[Prompt, "asyncio.Task[Answer]"]
+
+
 @asynccontextmanager
-async def waiting(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def waiting(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     with rig.model.held():
         other = asyncio.create_task(rig.ask(rig.chat(OTHERS)))
         await eventually(rig.model.waiting.is_set)
         task = asyncio.create_task(rig.answer(request))
         await asyncio.sleep(0.05)
-        yield task
+        yield request.prompt, task
     await other
 
 
 @asynccontextmanager
-async def planning(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def planning(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     with rig.workers_held():
         task = asyncio.create_task(rig.answer(request))
         await rig.until(lambda: rig.phase(request.request_id) is Phase.PLANNING)
-        yield task
+        yield request.prompt, task
 
 
 @asynccontextmanager
-async def loading(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def loading(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     assert isinstance(rig.files, HeldFiles)
-    await rig.ask(request.prompt, 0)
+    request = replace(request, prompt=next_turn(rig, await first_turn(rig), "Who?"))
     await rig.written()
     await rig.forget_all()
     rig.files.hold("open_read", skip=1)  # after the lookup
     task = asyncio.create_task(rig.answer(request))
     await rig.until(lambda: rig.phase(request.request_id) is Phase.LOADING)
     await eventually(rig.files.waiting.is_set)
-    yield task
+    yield request.prompt, task
     rig.files.release()
 
 
 @asynccontextmanager
-async def prefill(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def prefill(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     with rig.model.held():
         task = asyncio.create_task(rig.answer(request))
         await eventually(rig.model.waiting.is_set)
-        yield task
+        yield request.prompt, task
 
 
 @asynccontextmanager
-async def decode(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def decode(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     task = asyncio.create_task(rig.answer(request))
     await rig.until(lambda: rig.phase(request.request_id) is Phase.DECODE)
-    yield task
+    yield request.prompt, task
 
 
 @asynccontextmanager
-async def retiring(rig: Rig, request: GenerationRequest) -> AsyncIterator[asyncio.Task[Answer]]:
+async def retiring(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     request = replace(request, stopping=replace(request.stopping, max_tokens=3))
-    task = asyncio.create_task(rig.answer(request))
-    with rig.model.held():
-        await eventually(rig.model.waiting.is_set)
-        free = rig.workers_held()
-        free.__enter__()
-    await rig.until(lambda: rig.phase(request.request_id) is Phase.RETIRING)
-    yield task
-    free.__exit__(None, None, None)
+    with ExitStack() as held:
+        with rig.model.held():
+            task = asyncio.create_task(rig.answer(request))
+            await eventually(rig.model.waiting.is_set)
+            held.enter_context(rig.workers_held())
+        await rig.until(lambda: rig.phase(request.request_id) is Phase.RETIRING)
+        yield request.prompt, task
 
 
 PHASES = {f.__name__: f for f in (waiting, planning, loading, prefill, decode, retiring)}
@@ -238,7 +240,7 @@ async def test_cancel_frees_the_slot_once(
 ) -> None:
     async with running(tiny, tmp_path, slots=1, files=HeldFiles()) as rig:
         request = rig.request(rig.chat(RULES), 400)
-        async with PHASES[phase](rig, request) as task:
+        async with PHASES[phase](rig, request) as (prompt, task):
             if gone:
                 task.cancel()
             else:
@@ -251,18 +253,7 @@ async def test_cancel_frees_the_slot_once(
             wanted = FinishReason.LENGTH if phase == "retiring" else FinishReason.CANCELLED
             assert finished.finish_reason is wanted
         await rig.until(lambda: rig.phase(request.request_id) is Phase.ENDED)
-        again = await rig.ask(rig.chat(RULES), 8)
+        again = await rig.ask(prompt, 8)
         assert again.ids == await rig.cold(again)
         if phase not in ("waiting", "planning"):
             assert again.started.pos_base >= 64, "a finished chunk was lost"
-
-
-async def test_cancel_before_the_first_chunk_frees_the_slot_once(tiny: TinyModel) -> None:
-    async with running(tiny) as rig:
-        first, second = (rig.request(rig.chat(text)) for text in (RULES, OTHERS))
-        with rig.model.held():
-            one = asyncio.create_task(rig.answer(first))
-            await eventually(rig.model.waiting.is_set)
-            other = asyncio.create_task(rig.answer(second))
-            await asyncio.sleep(0.05)
-        await other
