@@ -280,10 +280,16 @@ class Rig:
     def is_planning(self, request_id: str) -> bool:
         return self.phase(request_id) is Phase.PLANNING
 
-    def paused(self, request_id: str) -> bool:
+    def is_paused(self, request_id: str) -> bool:
         """Whether a sequence waits for its reader; engine thread."""
         sequence = self.core._find(request_id)
         return sequence is not None and sequence.paused
+
+    async def generated(self, request_id: str) -> int:
+        """Tokens that a running sequence has sampled."""
+        sequence = await self.engine.ask(lambda: self.core._find(request_id))
+        assert sequence is not None
+        return sequence.generated
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Waits for something that is to be asked on the engine thread."""

@@ -138,7 +138,7 @@ class BankStore(Protocol):
         ...
 
     async def note_use(self, bank_id: str, *, proven: bool) -> None:
-        """A request continued from the bank (hit), and `proven` when it also finished."""
+        """A request continues from the bank: one hit; once more, `proven`, when it finished."""
         ...
 
     async def quarantine(self, bank_id: str, detail: str) -> None:

@@ -513,6 +513,8 @@ class Core:
         if sequence.phase is Phase.LOADING:
             sequence.error = error  # the slot is being filled by another thread: that ends first
             return
+        sequence.phase = Phase.ENDED
+        self._up.append(End(sequence.request_id, error))  # it is told even if the rest has a bug
         drop_plan(sequence)
         self._intake.remove(sequence)
         if sequence in self._running:
@@ -525,8 +527,6 @@ class Core:
                 self._slots.retire(slot, (), time.monotonic())
                 if sequence.request.cache.bypass:
                     self._release(slot)
-        sequence.phase = Phase.ENDED
-        self._up.append(End(sequence.request_id, error))
 
     def _release(self, slot: Slot) -> None:
         if slot.state is SlotState.IDLE and slot.readers == 0:

@@ -33,6 +33,9 @@ from ds4grpc.layout import StateLayout
 # A shorter partial match is not worth a copy or a bank's tail, unless it is half of the prompt:
 # most conversations of one template share this much by its opening alone.
 MIN_PARTIAL_TOKENS = 32
+# A bank that is reused whole goes before another branch's that delivers so little more: it needs
+# no copy, or a shorter load.
+WHOLE_ADVANTAGE_TOKENS = 32
 # A stored bank is loaded unless recomputing is predicted this many times faster: predictions
 # err, and loading leaves the engine to others.
 RECOMPUTE_ADVANTAGE = 1.5
@@ -137,8 +140,7 @@ def rank(
     ]
     residents.sort(
         key=lambda p: (
-            p.match.base,
-            p.match.whole,
+            _rank(p.match),
             isinstance(p.bank, ResidentBank) and not p.bank.in_use,
             p.bank.last_use if isinstance(p.bank, ResidentBank) else 0.0,
         ),
@@ -154,7 +156,7 @@ def rank(
         match = match_bank(lookup, bank.content, records, encode)
         if match:
             from_disk.append(Proposal(bank, match))
-    from_disk.sort(key=lambda p: (p.match.base, p.match.whole), reverse=True)
+    from_disk.sort(key=lambda p: _rank(p.match), reverse=True)
 
     worth = [p for p in residents if _worth(p.match, lookup)]
     best = worth[0].match.base if worth else 0
@@ -165,14 +167,14 @@ def rank(
         return ranked, MissReason.LOAD_SLOWER
     if ranked:
         return ranked, ranked[0].match.miss
-    shared = max((p.match for p in (*residents, *from_disk)), key=_delivered, default=None)
+    shared = max((p.match for p in (*residents, *from_disk)), key=_rank, default=None)
     if shared is None:
         return (), MissReason.NO_RECORD
     return (), MissReason.TOO_SHORT if shared.base else shared.miss
 
 
-def _delivered(match: Match) -> int:
-    return match.base
+def _rank(match: Match) -> tuple[int, bool]:
+    return match.base + WHOLE_ADVANTAGE_TOKENS * match.whole, match.whole
 
 
 def match_bank(

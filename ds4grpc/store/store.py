@@ -240,9 +240,10 @@ class Store:
     async def note_use(self, bank_id: str, *, proven: bool) -> None:
         entry = self._shelf.index.get(bank_id)
         if entry is not None:
-            self._shelf.index.used(entry, time.time())
             if proven:
                 entry.trust |= Trust.PROVEN
+            else:
+                self._shelf.index.used(entry, time.time())
             self._shelf.note(bank_id)
 
     async def quarantine(self, bank_id: str, detail: str) -> None:

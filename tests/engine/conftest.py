@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from blockbuster import BlockBuster, blockbuster_ctx
 from inprocess import TinyModel
-from loaded import load_float32
 from tiny import write_tiny
 
 from ds4grpc.chat.prompts import Prompts
-from ds4grpc.model.checkpoint import open_checkpoint
+from ds4grpc.model.checkpoint import load_model, open_checkpoint
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    path = write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-    checkpoint = open_checkpoint(path)
-    prompts = Prompts(checkpoint.tokenizer, checkpoint.chat_template)
-    return TinyModel(checkpoint, load_float32(path), prompts)
+    checkpoint = open_checkpoint(write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+    return TinyModel(checkpoint, model, Prompts(checkpoint.tokenizer, checkpoint.chat_template))
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ async def test_restored_bank_answers_as_a_cold_start_does(tiny: TinyModel, tmp_p
         assert rig.store is not None
         await rig.engine.ask(lambda: None)  # its note to the store is under way by now
         info = await rig.store.get(started.bank_id)
-        assert Trust.PROVEN in info.trust and info.hits == 2
+        assert Trust.PROVEN in info.trust and info.hits == 1
 
 
 async def test_restore_that_fails_a_check_is_a_miss_and_a_normal_answer(
@@ -163,19 +163,17 @@ async def test_write_that_ends_after_a_cut_says_nothing_of_the_new_bank(
         files.hold("rename")  # all rows are written by then
         first = await rig.ask(rig.chat("What is the tallest tower here?"), 100)
         await eventually(files.waiting.is_set)
-        with rig.model.held():
-            edited = rig.request(rig.chat("What is the widest tower here?"))
-            task = asyncio.create_task(rig.answer(edited))
-            await eventually(rig.model.waiting.is_set)
-            files.release()
-            await eventually(lambda: len(stored_names(tmp_path)) == 1)
-            await asyncio.sleep(0.05)
-        answer = await task
-        assert answer.started.admission is Admission.PARTIAL_TRUNCATE
+        second = await rig.ask(rig.chat("What is the widest tower here?"), 8)
+        assert second.started.admission is Admission.PARTIAL_TRUNCATE
+        files.release()
+        store = rig.store
+        assert store is not None
+        await eventually(lambda: rig.count("ds4grpc_bank_persists_total", "turn") == 1)
+        await asyncio.sleep(0.05)
         written = [persisted async for _, persisted in rig.engine.flush(PersistReason.STOP)]
-        assert [persisted.bank_id for persisted in written] == [answer.finished.bank_id]
-        assert len(stored_names(tmp_path)) == 2
-        assert first.finished.bank_id != answer.finished.bank_id
+        assert [persisted.bank_id for persisted in written] == [second.finished.bank_id]
+        listed = {info.bank_id for info in await store.list_banks()}
+        assert listed == {first.finished.bank_id, second.finished.bank_id}
 
 
 async def test_bank_that_loses_its_slot_is_staged_and_comes_back(
@@ -227,7 +225,6 @@ async def test_id_of_a_cancelled_request_serves_another_one_at_once(tiny: TinyMo
                 await task
             await rig.until(lambda: not rig.is_planning("same"))
             held.enter_context(rig.workers_held())
-            await asyncio.sleep(0)
             task = asyncio.create_task(rig.answer(other))
             await rig.until(lambda: rig.is_planning("same"))
             first_lookup.set()  # its result comes while the other one waits for its own

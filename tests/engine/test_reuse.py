@@ -5,7 +5,7 @@ Ids are the bytes of the text, so a test can be read; hidden reasoning is ids th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -178,7 +178,7 @@ def test_nothing_in_common_is_no_record() -> None:
 
 def test_key_of_another_renderer_is_not_used_but_its_tokens_are() -> None:
     held = thinking_bank()
-    other = Record(RecordKind.VISIBLE, held.content.records[0].key, b"o" * 16, ())
+    other = replace(held.content.records[0], renderer=b"o" * 16)
     (best,), miss = rank(lookup(NEXT), [bank(held.content.ids, other)], [], sound, Rates())
     assert best.match.base == len(TURN)
     assert miss is MissReason.OTHER_RENDERER

@@ -16,7 +16,7 @@ from ds4grpc.model.interface import Chunk
 from ds4grpc.model.llama import Llama
 
 TOLERANCE = 1e-3  # of logits with a deviation of 20
-IDS = [random.Random(7).randrange(17, 49152) for _ in range(150)]  # nine windows
+IDS = random.Random(7).choices(range(17, 49152), k=150)  # nine windows
 
 SHAPES = {
     "windows": TinyShape(),

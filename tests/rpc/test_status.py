@@ -62,6 +62,26 @@ def test_every_error_gets_its_branch_status_and_one_error_info(
     assert error.reason == error.reason.upper() != "INTERNAL"
 
 
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.InvalidRequest, "INVALID_ARGUMENT"),
+        (errors.BankNotFound, "NOT_FOUND"),
+        (errors.GenerationNotFound, "NOT_FOUND"),
+        (errors.BankPinned, "FAILED_PRECONDITION"),
+        (errors.Overloaded, "RESOURCE_EXHAUSTED"),
+        (errors.StoreFull, "RESOURCE_EXHAUSTED"),
+        (errors.Draining, "UNAVAILABLE"),
+        (errors.DeadlineExceeded, "DEADLINE_EXCEEDED"),
+        (errors.EngineFailed, "INTERNAL"),
+    ],
+)
+def test_clients_can_rely_on_the_status_of_what_they_may_meet(
+    kind: type[errors.Ds4grpcError], code: str
+) -> None:
+    assert status_code(make(kind)).name == code
+
+
 def test_every_status_of_the_table_is_a_metric_code() -> None:
     named = {code.name.lower() for code in CODES.values()} | {"ok"}
     assert named == set(METRIC_CODES)

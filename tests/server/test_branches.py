@@ -95,7 +95,8 @@ async def test_two_branches_share_their_trunk(
         )
     for branch in (left, right):
         assert branch.started.pos_base >= trunk
-    assert again.admission in ("warm", "fork")
+    # Its slot may have been cut back for the other branch: then it comes from disk.
+    assert again.admission in ("warm", "fork", "disk")
     assert again.started.pos_base > trunk
     await checked(cold_server, right, "right branch")
     await checked(cold_server, again, "left branch's next turn")

@@ -102,7 +102,7 @@ async def test_used_bank_outlives_newer_ones(tmp_path: Path) -> None:
         favourite = conversation(0)
         bank_id = (await store.persist(favourite.source())).bank_id
         for _ in range(4):
-            await store.note_use(bank_id, proven=True)
+            await store.note_use(bank_id, proven=False)
         for seed in range(1, 9):
             await store.persist(conversation(seed).source())
         assert await is_stored(store, favourite)

@@ -188,7 +188,7 @@ async def test_catalog_locked_for_long_loses_a_write_and_no_request(
         persisted = await store.persist(LEFT.source())
         assert persisted.detail.startswith("catalog")
         assert persisted.frontier == 400
-        await store.note_use(bank_id, proven=True)
+        await store.note_use(bank_id, proven=False)
         assert (await found(store, STEM))[0] == 400
         assert len(names(tmp_path, "*.bank")) == 2
         outside.execute("COMMIT")

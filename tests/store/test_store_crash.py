@@ -11,6 +11,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,31 @@ def test_process_that_dies_at_any_step_leaves_a_good_folder(
     for deadline in range(1, len(operations) + 1, 1 if LONG else 9):
         folder = tmp_path / str(deadline)
         asyncio.run(check(folder, run_until(folder, deadline)))
+
+
+class WatchingFiles(Files):
+    """Counts the rows of the catalog ahead of each sync and rename in a folder of banks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.catalog = folder / FINGERPRINT.hex()[:16] / "catalog.db"
+        self.steps: list[tuple[str, int]] = []
+
+    def before(self, operation: str, path: str) -> None:
+        shard = path if operation == "sync_folder" else os.path.dirname(path)
+        watched = operation in ("sync_data", "rename", "sync_folder")
+        if watched and len(os.path.basename(shard)) == 2:
+            with closing(sqlite3.connect(self.catalog)) as catalog:
+                (count,) = catalog.execute("select count(*) from banks").fetchone()
+            self.steps.append((operation, count))
+
+
+async def test_row_comes_after_its_file_and_goes_after_its_name(tmp_path: Path) -> None:
+    files = WatchingFiles(tmp_path)
+    async with Store(config_of(tmp_path), Observed(), files) as store:
+        persisted = await store.persist(Turns().grow(1, 60).source())
+        await store.delete(persisted.bank_id)
+    comes = [("sync_data", 0), ("rename", 0), ("sync_folder", 0)]
+    assert files.steps == [*comes, ("rename", 1), ("sync_folder", 1)]
 
 
 def bank_bytes(folder: Path) -> int:

@@ -182,10 +182,10 @@ class StoreLife(RuleBasedStateMachine):
             assert not self.known.pop(bank_id).pinned
 
     @precondition(lambda self: self.known)
-    @rule(number=picks)
-    def use(self, number: int) -> None:
+    @rule(number=picks, proven=st.booleans())
+    def use(self, number: int, proven: bool) -> None:
         self.note("use")
-        self.run(self.store.note_use(self.pick(number), proven=True))
+        self.run(self.store.note_use(self.pick(number), proven=proven))
 
     @rule()
     def rescan(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bankkit import (
+    FINGERPRINT,
     OTHER_SPACE,
     PLAIN,
     SPACE,
@@ -106,6 +109,20 @@ async def test_match_other_namespace_finds_nothing(store: Store) -> None:
     assert await found(store, theirs.query()) == [400]
 
 
+async def test_match_offers_nobody_else_s_bank_whatever_the_catalog_says(
+    store: Store, tmp_path: Path
+) -> None:
+    turns = Turns().grow(1, 400)
+    await store.persist(turns.source())
+    theirs = replace(turns, space=OTHER_SPACE)
+    await store.persist(theirs.source())
+    path = tmp_path / FINGERPRINT.hex()[:16] / "catalog.db"
+    with closing(sqlite3.connect(path)) as catalog, catalog:
+        catalog.execute("update hashes set bank_no = (select max(bank_no) from banks)")
+    assert await found(store, turns.query()) == []
+    assert await found(store, theirs.query()) == [400]
+
+
 async def test_match_returns_at_most_four(store: Store) -> None:
     stem = Turns().grow(1, 300)
     await store.persist(stem.source())
@@ -195,7 +212,7 @@ async def test_note_use_is_kept_over_a_restart(tmp_path: Path) -> None:
         await store.note_use("0" * 32, proven=True)
     async with Store(config_of(tmp_path), Observed()) as store:
         info = await store.get(bank_id)
-        assert (info.hits, Trust.PROVEN in info.trust) == (2, True)
+        assert (info.hits, Trust.PROVEN in info.trust) == (1, True)
         assert info.record_kinds == (RecordKind.VISIBLE,)
 
 
