@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bankkit import eventually
 from prometheus_client import CollectorRegistry
 
 from ds4grpc.bank import Admission, BankContent, namespace
@@ -280,6 +281,10 @@ class Rig:
     def is_planning(self, request_id: str) -> bool:
         return self.phase(request_id) is Phase.PLANNING
 
+    async def forgotten(self, request_id: str) -> None:
+        """Waits until another request may have the id."""
+        await eventually(lambda: request_id not in self.engine._live)
+
     def is_paused(self, request_id: str) -> bool:
         """Whether a sequence waits for its reader; engine thread."""
         sequence = self.core._find(request_id)
@@ -340,7 +345,8 @@ class Rig:
         await self.engine.ask(slots.check)
         assert {slot.state for slot in slots} <= {SlotState.FREE, SlotState.IDLE}
         assert not any(slot.readers for slot in slots)
-        assert self.store is None or self.store.num_leased == 0
+        if (store := self.store) is not None:  # a write under way has leases, too
+            await eventually(lambda: store.num_leased == 0)
         assert self.errors.messages == []
 
 

@@ -223,7 +223,7 @@ async def test_id_of_a_cancelled_request_serves_another_one_at_once(tiny: TinyMo
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await rig.until(lambda: not rig.is_planning("same"))
+            await rig.forgotten("same")
             held.enter_context(rig.workers_held())
             task = asyncio.create_task(rig.answer(other))
             await rig.until(lambda: rig.is_planning("same"))

@@ -21,7 +21,8 @@ from ds4grpc.v1 import generation_pb2 as pb
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NO_END = {2: -100.0}
-OPTIONS = {"max_tokens": 20, "bias": NO_END}
+OPTIONS = {"max_tokens": 14, "bias": NO_END}
+OPTIONS_OF_SERVER = ("--slots", "2", "--kv-cache-min-tokens", "64")
 
 
 @dataclass
@@ -98,9 +99,9 @@ async def test_every_metric_moves_and_says_what_the_script_counted(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
     tally = Tally()
-    messages: list[tuple[str, ...]] = [("system", preamble(38, seed=1))]
+    messages: list[tuple[str, ...]] = [("system", preamble(20, seed=1))]
     moved: set[str] = set()
-    with server(tmp_path, "--slots", "2") as running:
+    with server(tmp_path, *OPTIONS_OF_SERVER) as running:
         async with connect(running.target) as client:
             await talk(client, tally, messages)
             await fork(client, tally, messages, running)
@@ -124,11 +125,11 @@ async def test_every_metric_moves_and_says_what_the_script_counted(
         assert running.stop() == 0
 
     tally = Tally()
-    with server(tmp_path, "--slots", "2") as running:
+    with server(tmp_path, *OPTIONS_OF_SERVER) as running:
         async with connect(running.target) as client:
             messages.append(("user", question(9)))
             reply = tally.note(await client.chat(messages, **OPTIONS, thinking=True))
-            assert reply.started.disk_tokens > 500
+            assert reply.started.disk_tokens > 250
             tally.record("visible", "built", thinking=True)
             metrics = running.metrics()
             tally.check(metrics)
@@ -153,7 +154,7 @@ async def talk(client: Client, tally: Tally, messages: list[tuple[str, ...]]) ->
         )
         tally.record("visible", "built", thinking=True)
         messages.append(("assistant", reply.text))
-    plain = [("system", preamble(38, seed=2)), ("user", "Hello?")]
+    plain = [("system", preamble(20, seed=2)), ("user", "Hello?")]
     tally.note(await client.chat(plain, **OPTIONS, thinking=False))
     tally.record("raw", "built", thinking=False)
 
@@ -166,7 +167,7 @@ async def fork(
         asyncio.create_task(
             client.chat(
                 [*messages, ("user", f"Branch {i}. {question(i)}")],
-                **{**OPTIONS, "max_tokens": 60},
+                **{**OPTIONS, "max_tokens": 40},
                 thinking=False,
             )
         )
@@ -196,7 +197,8 @@ async def edges(client: Client, tally: Tally, messages: list[tuple[str, ...]]) -
     with pytest.raises(grpc.aio.AioRpcError):
         await client.run(request)
     tally.refused("not_found")
-    cut = tally.note(await client.chat(messages[:2], max_tokens=3, bias=NO_END, thinking=True))
+    open_ended = {"thinking": True, "thinking_tokens": 9, "max_tokens": 3}
+    cut = tally.note(await client.chat(messages[:2], **open_ended, bias=NO_END))
     assert cut.reasoning and not cut.text
     tally.record("prompt", "prompt", thinking=True)
     whole = await client.chat(messages[:2], **OPTIONS, bypass=True, thinking=False)
@@ -241,7 +243,7 @@ async def settled(client: Client) -> None:
 async def full_slots(client: Client) -> None:
     """More conversations than slots: banks are evicted."""
     for seed in range(3):
-        await client.chat([("user", sentences(40, 50 + seed))], max_tokens=2)
+        await client.chat([("user", sentences(16, 50 + seed))], max_tokens=2)
 
 
 async def until_written(running: ServerProcess, count: int) -> None:

@@ -25,7 +25,7 @@ async def test_eight_streams_interleave_and_each_equals_its_solo_run(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
     prompts = [f"{sentences(1 + i, seed=i)} {question(i)}" for i in range(8)]
-    options = {"max_tokens": 24, "bypass": True, "bias": {2: -100.0}}
+    options = {"max_tokens": 16, "bypass": True, "bias": {2: -100.0}}
     with server(tmp_path, *FLOAT32) as running:
         async with connect(running.target) as client:
             alone = [
@@ -37,7 +37,7 @@ async def test_eight_streams_interleave_and_each_equals_its_solo_run(
             judge = Judge(client)
             for i, (solo, reply) in enumerate(zip(alone, together, strict=True)):
                 judge.compare(reply.token_ids, solo, f"stream {i}")
-            judge.finish(at_least=150)
+            judge.finish(at_least=110)
     times = sorted((t, i) for i, reply in enumerate(together) for t in reply.token_times)
     switches = sum(a[1] != b[1] for a, b in zip(times, times[1:], strict=False))
     assert switches > len(times) // 2, "the streams ran one after another"
@@ -72,9 +72,7 @@ async def test_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
             solo_seconds = statistics.median(reply.first_token_seconds for reply in solo)
 
             stream = asyncio.create_task(
-                client.chat(
-                    [("user", "Count.")], max_tokens=400, bypass=True, bias={2: -100.0}, ids=True
-                )
+                client.chat([("user", "Count.")], max_tokens=60, bypass=True, bias={2: -100.0})
             )
             await asyncio.sleep(1.0)
             request = request_options(max_tokens=1, progress=True, bypass=True)
@@ -88,11 +86,11 @@ async def test_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
                 collect(long, response)
                 if response.WhichOneof("event") == "progress":
                     chunk_times.append(loop.time())
-                    if len(chunk_times) in (4, 20):
+                    if len(chunk_times) in (3, 10):
                         short_tasks.append(
                             loop.create_task(client.chat(short, max_tokens=4, bypass=True))
                         )
-                if len(chunk_times) >= 40:
+                if len(chunk_times) >= 18:
                     break
             call.cancel()
             shorts = await asyncio.gather(*short_tasks)
