@@ -99,13 +99,13 @@ def start(copy: Path, tests: Iterable[str], fault: Fault | None = None, whole: s
         except BaseException:
             traceback.print_exc()
         os._exit(code)
+    os.setpgid(child, child)  # so that what a test starts can be ended with it
     return Run(child, copy, began, fault, whole)
 
 
 def _in_child(copy: Path, tests: list[str]) -> int:
     import pytest
 
-    os.setpgid(0, 0)  # so that servers which a test starts end with it
     os.chdir(copy)
     out = os.open(copy.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)

@@ -60,8 +60,9 @@ class GenerationServiceServicer:
         """Generates a reply and streams it.
 
         `started` comes first and once, when a slot has been given and the reuse is decided, before
-        the first prefill chunk. `finished` comes last, if and only if the status is OK. An error
-        ends the stream by its status alone; deltas already sent stay valid.
+        the first prefill chunk; a generation that ends in the queue (cancelled, or its time limit
+        passed) has none. `finished` comes last, if and only if the status is OK. An error ends the
+        stream by its status alone; deltas already sent stay valid.
 
         Closing the stream or passing the deadline stops the work within one step or chunk; finished
         prefill chunks stay reusable.
