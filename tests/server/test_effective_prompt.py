@@ -137,8 +137,9 @@ async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
             messages += [("assistant", second.text)]
             await fork_while_running(checked, messages, next_message)
             await checked.chat([*messages[:-2], next_message(9)], "partial_fork")
-            # A short turn is not written by itself, so no bank on disk ends with it.
-            short: list[tuple[str, ...]] = [*messages, (following, "Yes?")]
+            # A short turn is not written by itself, so no bank on disk ends with it; it is long
+            # enough to be worth cutting another bank for (ds4grpc.engine.reuse).
+            short: list[tuple[str, ...]] = [*messages, (following, question(7))]
             said = await client.chat(short, **options)
             sent.add(squeezed(said.reasoning))
             short += [("assistant", said.text), (following, "No?")]
