@@ -11,6 +11,8 @@ PIP := $(BIN)/python -m pip
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 PROTOS := $(wildcard protos/ds4grpc/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
+# Several processes, whole files to each; tests marked `alone` wait for the others.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup serve check lint types check-protos spell fmt test test-fast test-long test-gpu \
 	mutants protos migration bench dist clean
@@ -47,13 +49,13 @@ fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 test: setup
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-fast: setup
-	$(PYTEST) -m 'not system and not slow and not gpu' $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not system and not slow and not gpu' $(ARGS)
 
 test-long: setup
-	DS4GRPC_LONG=1 $(PYTEST) --timeout 3600 $(ARGS)
+	DS4GRPC_LONG=1 $(PYTEST) $(PARALLEL) --timeout 3600 $(ARGS)
 
 test-gpu: setup
 	$(PYTEST) -m gpu $(ARGS)

@@ -1,14 +1,71 @@
-"""Fixtures that several areas share: the default model's file, and running servers."""
+"""What all tests share: the default model's file, running servers, and how tests run together.
+
+`make test` runs in several processes. A test that measures time or memory is marked `alone`:
+nothing else runs beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from process import ServerProcess, server
+import torch
+from process import ServerProcess, num_threads, server
 
 from ds4grpc.model import registry
+
+torch.set_num_threads(num_threads())
+
+# The same for every worker, and for every other run of this user.
+_LOCKS = Path(tempfile.gettempdir()) / f"ds4grpc-tests-{os.getuid()}"
+_MEASURED = "measured"
+
+
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Waits for its turn before any time-out of the test begins to count."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with _room(exclusive=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _room(*, exclusive: bool) -> Iterator[None]:
+    """A readers-writer lock over processes; the turnstile keeps readers from starving a writer."""
+    _LOCKS.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        room = stack.enter_context((_LOCKS / "room").open("w"))
+        with (_LOCKS / "turnstile").open("w") as turnstile:
+            fcntl.flock(turnstile, fcntl.LOCK_EX)
+            fcntl.flock(room, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Takes a line of figures that the run prints at its end."""
+    return lambda line: request.node.user_properties.append((_MEASURED, line))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    lines = [
+        f"{report.nodeid.rpartition('::')[2]}: {line}"
+        for report in reports
+        if report.when == "call"
+        for name, line in report.user_properties
+        if name == _MEASURED
+    ]
+    if lines:
+        terminalreporter.section(_MEASURED)
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

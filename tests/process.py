@@ -20,6 +20,12 @@ START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
 
+def num_threads() -> int:
+    """CPU threads that one test process, or one server of it, computes with."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // workers)
+
+
 class ServerProcess:
     """One server on ports of its own. `log` holds what it wrote to stderr so far."""
 
@@ -28,6 +34,7 @@ class ServerProcess:
         command = [
             *(sys.executable, "-m", "ds4grpc", "serve", "--model", model),
             *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+            *("--threads", str(num_threads())),
             *(() if "--no-kv-disk" in options else ("--kv-disk-dir", str(folder))),
             *options,
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if LONG else 300)]
 
 
 async def test_warm_agrees_with_cold_but_for_near_ties(
-    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smollm2_path: Path, tmp_path: Path, measured: Callable[[str], None]
 ) -> None:
     options = {"max_tokens": NUM_TOKENS, "bias": NO_END, "thinking": False}
     num_equal = 0
@@ -41,11 +42,10 @@ async def test_warm_agrees_with_cold_but_for_near_ties(
                     continue
                 assert gap < NEAR_TIE[dtype], f"prompt {seed}: {gap:.3g} apart"
                 ties.append(f"{gap:.2g}")
-    with capsys.disabled():
-        print(  # noqa: T201 - the share is to be seen
-            f"\n{dtype}: {num_equal} of {NUM_PROMPTS} prompts agree in all {NUM_TOKENS} tokens;"
-            f" near ties: {', '.join(ties) or 'none'}"
-        )
+    measured(
+        f"{dtype}: {num_equal} of {NUM_PROMPTS} prompts agree in all {NUM_TOKENS} tokens;"
+        f" near ties: {', '.join(ties) or 'none'}"
+    )
 
 
 async def cold_answer(cold: Client, reply: Reply) -> Reply:

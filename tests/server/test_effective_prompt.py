@@ -10,6 +10,7 @@ compared with a cold run as well.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ TEMPLATES: dict[str, tuple[str | None, tuple[str, ...]]] = {
         ),
     ),
 }
+OPTIONS = ("--kv-cache-min-tokens", "16", "--dtype", "float32")
 SYSTEM = ("system", preamble(8, seed=41))
 TOOL = pb.Tool(name="look_up", description="Looks up a word.", parameters_json="{}")
 BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -106,12 +108,20 @@ def model(
     return str(path), 49152 if controls else 2
 
 
+@pytest.fixture(scope="module")
+def cold(
+    model: tuple[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A second process that is asked with cache.bypass only."""
+    with server(tmp_path_factory.mktemp("cold"), *OPTIONS, model=model[0]) as running:
+        yield running
+
+
 @pytest.mark.parametrize("following", ["user", "tool"])
 async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
-    following: str, model: tuple[str, int], tmp_path: Path
+    following: str, model: tuple[str, int], cold: ServerProcess, tmp_path: Path
 ) -> None:
     path, end_id = model
-    common = ("--kv-cache-min-tokens", "16", "--dtype", "float32")
     options: dict[str, object] = {
         **{"thinking": True, "replay": "drop", "thinking_tokens": 6, "max_tokens": 18},
         "bias": {end_id: -100.0},
@@ -127,7 +137,7 @@ async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
         text = f"{question(seed)} {sentences(4, seed)}"
         return (following, f"Found: {text}" if following == "tool" else text)
 
-    with server(tmp_path / "banks", "--slots", "3", *common, model=path) as running:
+    with server(tmp_path / "banks", "--slots", "3", *OPTIONS, model=path) as running:
         async with connect(running.target) as client:
             checked = Checked(client, options, sent, replies)
             first = await checked.chat(messages, "cold")
@@ -145,7 +155,7 @@ async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
             short += [("assistant", said.text), (following, "No?")]
             sent.add(squeezed((await client.chat(short, **options)).reasoning))
         assert running.stop() == 0
-    with server(tmp_path / "banks", "--slots", "1", *common, model=path) as running:
+    with server(tmp_path / "banks", "--slots", "1", *OPTIONS, model=path) as running:
         async with connect(running.target) as client:
             checked = Checked(client, options, sent, replies)
             await checked.chat([*messages, next_message(5)], "disk")
@@ -155,8 +165,7 @@ async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
             await checked.chat([*short[:-1], next_message(8)], "disk_partial")
         assert running.stop() == 0
     assert len(replies) == 7
-    with server(tmp_path / "cold", *common, model=path) as cold_running:
-        await equal_to_cold(cold_running, replies, end_id)
+    await equal_to_cold(cold, replies, end_id)
 
 
 async def fork_while_running(checked: Checked, messages: Messages, next_message: object) -> None:

@@ -71,6 +71,7 @@ async def test_grpcurl_lists_generates_and_prints_error_info_in_words(
     assert "ds4grpc" in refused
 
 
+@pytest.mark.alone
 async def test_idle_server_is_ready_soon_and_small(smollm2_path: Path, tmp_path: Path) -> None:
     with server(tmp_path, "--dtype", "float32") as running:
         assert "smollm2 float32 cpu" in running.ready_line
@@ -89,6 +90,7 @@ async def test_idle_server_is_ready_soon_and_small(smollm2_path: Path, tmp_path:
             assert grown <= rows + 100 * MIB, f"{grown / MIB:.0f} MiB for {rows / MIB:.0f}"
 
 
+@pytest.mark.alone
 async def test_sigterm_drains_not_serving_first_and_ends_streams_within_the_grace(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ async def test_streams_past_the_grace_end_unavailable_and_their_banks_are_kept(
     assert stored_files(tmp_path)
 
 
+@pytest.mark.alone
 async def test_second_signal_exits_at_once(smollm2_path: Path, tmp_path: Path) -> None:
     with server(tmp_path, "--grace-seconds", "60") as running:
         async with connect(running.target) as client:

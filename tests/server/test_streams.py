@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ async def test_seeded_sampling_is_the_same_alone_and_in_a_batch(
     assert len({r.text for r in alone}) > 1
 
 
+@pytest.mark.alone
 async def test_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
-    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smollm2_path: Path, tmp_path: Path, measured: Callable[[str], None]
 ) -> None:
     with server(tmp_path, *FLOAT32) as running:
         async with connect(running.target) as client:
@@ -99,13 +101,12 @@ async def test_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
     gaps = [b - a for a, b in zip(during, during[1:], strict=False)]
     chunks = [b - a for a, b in zip(chunk_times, chunk_times[1:], strict=False)]
     chunk = max(chunks)
-    with capsys.disabled():
-        print(  # noqa: T201 - the issue wants to see it
-            f"\nchunk median {statistics.median(chunks) * 1e3:.0f} ms, longest {chunk * 1e3:.0f}"
-            f" ms; stream's longest gap {max(gaps) * 1e3:.0f} ms; short request alone"
-            f" {solo_seconds * 1e3:.0f} ms, beside the prefill"
-            f" {', '.join(f'{r.first_token_seconds * 1e3:.0f}' for r in shorts)} ms"
-        )
+    measured(
+        f"chunk median {statistics.median(chunks) * 1e3:.0f} ms, longest {chunk * 1e3:.0f} ms;"
+        f" stream's longest gap {max(gaps) * 1e3:.0f} ms; short request alone"
+        f" {solo_seconds * 1e3:.0f} ms, beside the prefill"
+        f" {', '.join(f'{r.first_token_seconds * 1e3:.0f}' for r in shorts)} ms"
+    )
     assert len(shorts) == 2
     for reply in shorts:
         assert reply.first_token_seconds <= 3 * solo_seconds + chunk

@@ -158,6 +158,7 @@ async def test_catalog_holds_no_key_text(tmp_path: Path) -> None:
     assert marker in bytes_of(tmp_path, "*.bank")
 
 
+@pytest.mark.alone
 async def test_catalog_locked_by_somebody_for_a_moment_delays_no_match(tmp_path: Path) -> None:
     async with Store(config_of(tmp_path), Observed()) as store:
         await store.persist(STEM.source())

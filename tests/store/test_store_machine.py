@@ -293,7 +293,9 @@ async def _awaited(work: Awaitable[None]) -> None:
 
 
 @pytest.mark.slow
-def test_store_lives_as_the_model_says(no_blocking_calls: object) -> None:
+def test_store_lives_as_the_model_says(
+    no_blocking_calls: object, measured: Callable[[str], None]
+) -> None:
     StoreLife.ran.clear()
     run_state_machine_as_test(
         StoreLife,
@@ -305,4 +307,4 @@ def test_store_lives_as_the_model_says(no_blocking_calls: object) -> None:
         ),
     )
     for name, count in sorted(StoreLife.ran.items()):
-        print(f"{count:6d}  {name}")  # noqa: T201
+        measured(f"{count:6d}  {name}")
