@@ -62,7 +62,8 @@ _LOUDLY = 5000.0
 class Steered:
     """A model that samples what it is told: `says` maps positions of a bank to ids.
 
-    While `held` it waits before each step. A chunk that `fails` says yes to raises.
+    While `held` it waits before each step. A chunk that `fails` says yes to raises; one
+    that `overflows` says yes to gets logits that are no numbers.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -77,6 +78,7 @@ class Steered:
         self.num_parameters = model.num_parameters
         self.says: dict[int, int] = {}
         self.fails: Callable[[Chunk], bool] = lambda chunk: False
+        self.overflows: Callable[[Chunk], bool] = lambda chunk: False
         self.num_steps = 0
         self.waiting = threading.Event()  # a step is held up
         self._free = threading.Event()
@@ -105,6 +107,8 @@ class Steered:
         logits = self._model.forward(chunks)
         wanting = [chunk for chunk in chunks if chunk.want_logits]
         for row, chunk in zip(logits, wanting, strict=True):
+            if self.overflows(chunk):
+                row[7] = torch.nan
             said = self.says.get(chunk.start + len(chunk.ids))
             if said is not None:
                 row[said] = row.max() + _LOUDLY

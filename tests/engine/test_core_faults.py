@@ -91,13 +91,14 @@ async def test_step_that_fails_after_a_restore_takes_its_bank_out_of_service(
         rig.errors.expect("step failed")
 
 
-async def test_failing_step_hurts_only_its_own_request(tiny: TinyModel) -> None:
+@pytest.mark.parametrize("how", ["fails", "overflows"])
+async def test_failing_step_hurts_only_its_own_request(how: str, tiny: TinyModel) -> None:
     async with running(tiny, slots=4) as rig:
         texts = (RULES, OTHERS, sentences(6, 3))
         requests = [rig.request(rig.chat(text), 30, bypass=True) for text in texts]
         wanted = [(await rig.answer(request)).ids for request in requests]
         bad = rig.chat("What is the tallest tower here?")
-        rig.model.fails = among(bad.ids.tolist()[-12:])
+        setattr(rig.model, how, among(bad.ids.tolist()[-12:]))
         tasks = [asyncio.create_task(rig.answer(request)) for request in requests]
         await rig.until(lambda: rig.model.num_steps > 100)
         for bypass in (True, False):
