@@ -21,11 +21,16 @@ def in_range(field: str, value: float, low: float, high: float) -> None:
     """Refuses a number outside [low, high], and NaN."""
     if not low <= value <= high:
         raise InvalidRequest(
-            f"{field} is {value:g}; send a number from {low:g} to {high:g}",
+            f"{field} is {_spelled(value)}; send a number from {_spelled(low)} to {_spelled(high)}",
             field=field,
             reason="OUT_OF_RANGE",
-            metadata={"value": f"{value:g}", "low": f"{low:g}", "high": f"{high:g}"},
+            metadata={"value": _spelled(value), "low": _spelled(low), "high": _spelled(high)},
         )
+
+
+def _spelled(value: float) -> str:
+    """Whole numbers with all their digits: an id is 1000000, not 1e+06."""
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 def known_enum(field: str, value: int, enum: EnumTypeWrapper) -> None:

@@ -84,6 +84,11 @@ BAD = {
     "min_p 2": (changed(sampling__min_p=2.0), "OUT_OF_RANGE", "2"),
     "17 stops": (changed(stopping__stop=["x"] * 17), "TOO_LONG", "16"),
     "empty stop": (changed(stopping__stop=[""]), "EMPTY_STOP", "empty"),
+    "stop id outside": (
+        changed(stopping__stop_token_ids=[1_000_000]),
+        "OUT_OF_RANGE",
+        "is 1000000; send a number from 0 to 49151",
+    ),
     "logprobs 21": (changed(output__logprobs=21), "OUT_OF_RANGE", "20"),
     "bad request id": (
         pb.GenerateRequest(request_id="a b", prompt="Hi"),
