@@ -1,4 +1,4 @@
-# Every target is safe to repeat. Variables: PYTHON, VENV, ARGS, and on Linux
+# Every target is safe to repeat. Variables: PYTHON, VENV, ARGS, WORKERS, and on Linux
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu spares the CUDA libraries that PyPI's torch
 # brings along.
 PYTHON ?= python3
@@ -11,8 +11,10 @@ PIP := $(BIN)/python -m pip
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 PROTOS := $(wildcard protos/ds4grpc/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
-# Several processes, whole files to each; tests marked `alone` wait for the others.
-PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Several processes, whole files to each; tests marked `alone` wait for the others. One more than
+# there are CPUs, as tests also wait; four at most, as each may run two servers.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup serve check lint types check-protos spell fmt test test-fast test-long test-gpu \
 	mutants protos migration bench dist clean
