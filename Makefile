@@ -17,7 +17,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup serve check lint types check-protos spell fmt test test-fast test-long test-gpu \
-	mutants protos migration bench dist clean
+	mutants protos migration bench bench-store dist clean
 
 setup: $(STAMP)
 
@@ -73,6 +73,9 @@ migration: setup
 
 bench: setup
 	$(BIN)/python benchmarks/turns.py $(ARGS)
+
+bench-store: setup
+	$(BIN)/python benchmarks/$(or $(NAME),$(error usage: make bench-store NAME=scale)).py $(ARGS)
 
 dist: setup
 	$(BIN)/python -m build

@@ -1,14 +1,15 @@
 """The SQLite file behind the catalog: its settings, its migrations, its errors.
 
 Owns how connections are made and how foreign errors become `CatalogError`. Knows no queries
-beyond settings. `upgrade` blocks and runs in a worker thread; engines are made on the loop.
+beyond settings. `upgrade` and `write_log_back` block and run in a worker thread; engines are made
+on the loop.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import alembic.command
@@ -22,6 +23,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 BUSY_TIMEOUT_MS = 5000  # an outside reader or writer may hold the file this long
 WAL_PAGES = 256  # checkpointed at 1 MiB: the log stays small beside the cap
 WAL_LIMIT_BYTES = 4 << 20  # what the log is cut back to after a long outside reader
+NUM_READERS = 2  # threads and connections for lookups
 
 
 class CatalogError(Exception):
@@ -47,6 +49,8 @@ def translated() -> Iterator[None]:
         raise CatalogError(str(error), "io") from error
     except alembic.util.CommandError as error:  # a revision that this version does not know
         raise CatalogError(str(error), "corrupt") from error
+    except sqlalchemy.exc.TimeoutError as error:  # all connections wait for somebody's lock
+        raise CatalogError(str(error), "locked") from error
     except (sqlalchemy.exc.SQLAlchemyError, ValueError, TypeError) as error:  # rows of wrong types
         raise CatalogError(str(error), "corrupt") from error
 
@@ -93,18 +97,31 @@ def writer_engine(path: str) -> AsyncEngine:
     return engine
 
 
-def reader_engine(path: str) -> AsyncEngine:
-    """Two connections for single SELECTs: no transaction outlives its statement, so no snapshot
-    keeps the log from being checkpointed."""
-    engine = create_async_engine(
-        _url("sqlite+aiosqlite", path),
+def reader_engine(path: str) -> sqlalchemy.Engine:
+    """Connections for single SELECTs in worker threads: no transaction outlives its statement, so
+    no snapshot keeps the log from being checkpointed.
+
+    Not aiosqlite: each of its steps is a way to another thread and back, and a lookup has five.
+    """
+    engine = sqlalchemy.create_engine(
+        _url("sqlite", path),
         isolation_level="AUTOCOMMIT",
-        pool_size=2,
+        pool_size=NUM_READERS,
         max_overflow=0,
         pool_reset_on_return=None,
     )
-    _configure(engine.sync_engine, None)
+    _configure(engine, None)
     return engine
+
+
+def write_log_back(path: str) -> None:
+    """Writes the log back into the file and cuts it to nothing, unless somebody reads.
+
+    Waits for nobody: whoever waits for a reader here holds up every writer. Blocking. Raises
+    CatalogError.
+    """
+    with translated(), closing(sqlite3.connect(path, timeout=0)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
 def _url(driver: str, path: str) -> sqlalchemy.URL:
@@ -118,14 +135,19 @@ def _configure(engine: sqlalchemy.Engine, begin: str | None) -> None:
         cursor = connection.cursor()
         for setting in (
             f"busy_timeout = {BUSY_TIMEOUT_MS}",
-            "journal_mode = WAL",
             "synchronous = NORMAL",  # a lost row is found again: the files are the truth
             f"wal_autocheckpoint = {WAL_PAGES}",
             f"journal_size_limit = {WAL_LIMIT_BYTES}",
             "foreign_keys = ON",
         ):
             cursor.execute(f"PRAGMA {setting}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        (mode,) = cursor.fetchone()
         cursor.close()
+        if mode != "wal":  # it needs locks and memory shared by all processes
+            raise CatalogError(
+                f"the file system cannot keep the catalog's log (journal mode {mode!r})", "io"
+            )
 
     def start(connection: sqlalchemy.Connection) -> None:
         if begin is not None:

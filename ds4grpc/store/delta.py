@@ -18,6 +18,7 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ds4grpc.bank import BankContent, Record, RecordKind, Trust, bank_id, common_prefix
 from ds4grpc.engine.banks import BankSource, Persisted, SourceMoved
@@ -136,8 +137,8 @@ class DeltaWriter:
 
     async def _nearest(self, content: BankContent, leases: ExitStack) -> Nearest:
         """Raises CatalogError: a bank that might be there is not written a second time."""
-        digests = await self._shelf.run(parent_digests, content)
-        hits = await self._shelf.ask("lookup", self._shelf.catalog.find(digests))
+        find = self._shelf.catalog.find(partial(parent_digests, content))
+        hits = await self._shelf.ask("lookup", find)
         entries = self._finder.candidates(content.namespace, hits)
         nearest = Nearest()
         for _ in range(MAX_DESCENTS):

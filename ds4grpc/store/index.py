@@ -68,8 +68,9 @@ class Index:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # of all files
-        self.num_hidden = 0
-        self.num_pinned = 0
+        # Few of very many, which nobody may look for one by one on the event loop.
+        self._pinned: set[str] = set()
+        self._hidden: set[str] = set()
         self.mortal: set[str] = set()  # those with a time to live
         self._entries: dict[str, Entry] = {}
         # (worth, id) of every leaf, and stale pairs: checked when they come up.
@@ -81,6 +82,18 @@ class Index:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    @property
+    def num_hidden(self) -> int:
+        return len(self._hidden)
+
+    def hidden(self) -> list[Entry]:
+        """Banks that are deleted and whose rows are still needed."""
+        return [self._entries[bank_id] for bank_id in self._hidden]
+
     def get(self, bank_id: str) -> Entry | None:
         return self._entries.get(bank_id)
 
@@ -89,8 +102,10 @@ class Index:
         assert entry.bank_id not in self._entries
         self._entries[entry.bank_id] = entry
         self.num_bytes += entry.size_bytes
-        self.num_hidden += entry.hidden
-        self.num_pinned += entry.pinned
+        if entry.hidden:
+            self._hidden.add(entry.bank_id)
+        if entry.pinned:
+            self._pinned.add(entry.bank_id)
         if entry.ttl_seconds is not None:
             self.mortal.add(entry.bank_id)
         if entry.parent_id:
@@ -103,8 +118,8 @@ class Index:
         assert not entry.children
         del self._entries[entry.bank_id]
         self.num_bytes -= entry.size_bytes
-        self.num_hidden -= entry.hidden
-        self.num_pinned -= entry.pinned
+        self._hidden.discard(entry.bank_id)
+        self._pinned.discard(entry.bank_id)
         self.mortal.discard(entry.bank_id)
         parent = self._entries.get(entry.parent_id)
         if parent is not None:
@@ -113,20 +128,17 @@ class Index:
                 self._push(parent)
 
     def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
-        self.num_pinned += pinned - entry.pinned
         entry.pinned = pinned
+        _put(self._pinned, entry.bank_id, pinned)
         self._push(entry)
 
     def set_hidden(self, entry: Entry, *, hidden: bool) -> None:
-        self.num_hidden += hidden - entry.hidden
         entry.hidden = hidden
+        _put(self._hidden, entry.bank_id, hidden)
 
     def set_ttl(self, entry: Entry, ttl_seconds: float | None) -> None:
         entry.ttl_seconds = ttl_seconds
-        if ttl_seconds is None:
-            self.mortal.discard(entry.bank_id)
-        else:
-            self.mortal.add(entry.bank_id)
+        _put(self.mortal, entry.bank_id, ttl_seconds is not None)
 
     def used(self, entry: Entry, now: float) -> None:
         entry.hits += 1
@@ -166,10 +178,8 @@ class Index:
     def protected_bytes(self, bank_ids: Iterable[str]) -> int:
         """Bytes of the files that pinned banks and `bank_ids` need: no eviction frees them."""
         kept: set[str] = set()
-        roots = [entry for entry in self if entry.pinned] if self.num_pinned else []
-        roots += [self._entries[bank_id] for bank_id in bank_ids if bank_id in self._entries]
-        for entry in roots:
-            at: Entry | None = entry
+        for bank_id in (*self._pinned, *bank_ids):
+            at = self._entries.get(bank_id)
             while at is not None and at.bank_id not in kept:
                 kept.add(at.bank_id)
                 at = self._entries.get(at.parent_id)
@@ -199,3 +209,7 @@ class Index:
         if len(self._leaves) > 64 + 2 * len(self._entries):
             self._leaves = [(each.worth, each.bank_id) for each in self if not each.children]
             heapq.heapify(self._leaves)
+
+
+def _put(among: set[str], bank_id: str, belongs: bool) -> None:
+    (among.add if belongs else among.discard)(bank_id)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ds4grpc.bank import BankContent
 from ds4grpc.engine.banks import MatchQuery, RowSink
@@ -113,9 +114,9 @@ class Finder:
             raise
 
     async def _match(self, query: MatchQuery) -> list[LeasedBank]:
-        digests = await self.shelf.run(query_digests, query)
+        find = self.shelf.catalog.find(partial(query_digests, query))
         try:
-            hits = await self.shelf.ask("lookup", self.shelf.catalog.find(digests))
+            hits = await self.shelf.ask("lookup", find)
         except CatalogError as error:
             log.warning("lookup failed error=%s", error)
             return []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ds4grpc.bank import Trust
 from ds4grpc.errors import BankCorrupt
+from ds4grpc.store.catalog import BANKS_A_BATCH
 from ds4grpc.store.delta import entry_of
 from ds4grpc.store.folder import Found, FoundFile
 from ds4grpc.store.format import StateForm
@@ -41,24 +42,25 @@ class _Sorted:
     """Files and rows brought together."""
 
     kept: list[Entry] = field(default_factory=list)  # row and file agree
-    adopted: list[tuple[Entry, list[Mark]]] = field(default_factory=list)
+    rowless: list[list[FoundFile]] = field(default_factory=list)  # of each bank, best first
     bad: list[str] = field(default_factory=list)  # paths for the quarantine
     faults: list[str] = field(default_factory=list)  # kinds of what failed
     spare: list[tuple[str, int]] = field(default_factory=list)  # second files of one bank
 
 
 async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Reconciled:
-    """Rebuilds the index from the folder and `known`, the entries of rows or of the index.
+    """Rebuilds the index from the folder and `known`, entries of rows; it keeps some of them.
 
     `shelf.changes` must be held, and no bank be being written. Raises OSError, CatalogError.
     """
     rows = {entry.bank_id: entry for entry in known}
     found = await shelf.run(shelf.folder.scan)
     await shelf.run(shelf.folder.sweep, found.stale)
-    result = await shelf.run(_sort, shelf, form, rows, found)
+    result = await shelf.run(_sort, rows, found)
+    adopted = await _adopt_all(shelf, form, result)
     for kind in result.faults:
         shelf.observer.restored(kind, 0.0, 0)
-    index, orphans = await shelf.run(_family, result, found)
+    index, orphans = await shelf.run(_family, [*result.kept, *adopted], found)
     shelf.index = index
     shelf.version += 1
     shelf.other_bytes = found.other_bytes
@@ -71,20 +73,28 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     if result.spare:
         dead, _ = await shelf.run(shelf.folder.kill, result.spare)
         await shelf.run(shelf.folder.bury, dead, ())
-    adopted = [
-        (entry, marks)
-        for read, marks in result.adopted
-        if (entry := index.get(read.bank_id)) is not None
-    ]
     dropped = [bank_id for bank_id in rows if index.get(bank_id) is None]
-    if dropped:
-        await shelf.ask("rescan", shelf.catalog.remove(dropped))
-    if adopted:
-        await shelf.run(_sync_shards, shelf, {entry.bank_id[:2] for entry, _ in adopted})
-        await shelf.ask("rescan", shelf.catalog.add(adopted))
+    lost = [entry.bank_id for entry in adopted if index.get(entry.bank_id) is None]
+    if dropped or lost:
+        await shelf.ask("rescan", shelf.catalog.remove(dropped + lost))
     await shelf.measure()
     await shelf.measure_foreign()
-    return Reconciled(len(index), len(adopted), len(dropped), len(bad) + len(found.odd))
+    return Reconciled(len(index), len(adopted) - len(lost), len(dropped), len(bad) + len(found.odd))
+
+
+async def _adopt_all(shelf: Shelf, form: StateForm, result: _Sorted) -> list[Entry]:
+    """Reads the files without rows and writes their rows, a few hundred at a time: what leads to
+    all of them would not fit in memory. A row whose bank turns out to be an orphan does no harm.
+    """
+    adopted: list[Entry] = []
+    for start in range(0, len(result.rowless), BANKS_A_BATCH):
+        batch = result.rowless[start : start + BANKS_A_BATCH]
+        added = await shelf.run_long(_adopt, shelf, form, batch, result)
+        shards = {entry.bank_id[:2] for entry, _ in added}
+        await shelf.run(_sync_shards, shelf, shards)
+        await shelf.ask("rescan", shelf.catalog.add(added))
+        adopted += [entry for entry, _ in added]
+    return adopted
 
 
 def _sync_shards(shelf: Shelf, shards: Iterable[str]) -> None:
@@ -93,32 +103,62 @@ def _sync_shards(shelf: Shelf, shards: Iterable[str]) -> None:
         shelf.folder.files.sync_folder(os.path.join(shelf.folder.path, shard))
 
 
-def _sort(shelf: Shelf, form: StateForm, rows: dict[str, Entry], found: Found) -> _Sorted:
-    """Which file goes with which row; opens those without. Blocking."""
+def _sort(rows: dict[str, Entry], found: Found) -> _Sorted:
+    """Which file goes with which row. Blocking."""
     result = _Sorted()
     by_bank: dict[str, list[FoundFile]] = {}
     for file in found.files:
         by_bank.setdefault(file.bank_id, []).append(file)
     for bank_id, files in by_bank.items():
         row = rows.get(bank_id)
-        # The row says which of two files counts; else the one that needs fewer ancestors.
-        files.sort(key=lambda file: (row is None or file.base != row.base, file.base))
-        settled = False
-        for file in files:
-            if settled:
-                result.spare.append((file.bank_id, file.base))
-            elif row is not None and Trust.QUARANTINED in row.trust:
-                result.bad.append(file.path)  # its writer died before it could move the file
-            elif row is not None and (file.base, file.size_bytes) == (row.base, row.size_bytes):
-                result.kept.append(row)
-                settled = True
-            else:
-                settled = _adopt(shelf, form, file, result)
+        if row is None:
+            # The one that needs fewer ancestors first.
+            result.rowless.append(sorted(files, key=lambda file: file.base))
+        elif Trust.QUARANTINED in row.trust:
+            # Its writer died before it could move the file.
+            result.bad.extend(file.path for file in files)
+        else:
+            _choose(row, files, result)
     return result
 
 
-def _adopt(shelf: Shelf, form: StateForm, file: FoundFile, result: _Sorted) -> bool:
-    """Reads header, ids and records of a file without a row; False when it is bad."""
+def _choose(row: Entry, files: list[FoundFile], result: _Sorted) -> None:
+    """The row says which of a bank's files counts; when none is that one, all are looked into."""
+    others = []
+    is_kept = False
+    for file in files:
+        if not is_kept and (file.base, file.size_bytes) == (row.base, row.size_bytes):
+            result.kept.append(row)
+            is_kept = True
+        else:
+            others.append(file)
+    if is_kept:
+        result.spare.extend((file.bank_id, file.base) for file in others)
+    else:
+        others.sort(key=lambda file: (file.base != row.base, file.base))
+        result.rowless.append(others)
+
+
+def _adopt(
+    shelf: Shelf, form: StateForm, batch: list[list[FoundFile]], result: _Sorted
+) -> list[tuple[Entry, list[Mark]]]:
+    """Reads header, ids and records of the first good file of each bank. Blocking."""
+    adopted: list[tuple[Entry, list[Mark]]] = []
+    for files in batch:
+        is_adopted = False
+        for file in files:
+            if is_adopted:
+                result.spare.append((file.bank_id, file.base))
+            elif (read := _read(shelf, form, file, result)) is not None:
+                adopted.append(read)
+                is_adopted = True
+    return adopted
+
+
+def _read(
+    shelf: Shelf, form: StateForm, file: FoundFile, result: _Sorted
+) -> tuple[Entry, list[Mark]] | None:
+    """What a file without a row is; None when it is bad."""
     try:
         with BankFile.open(shelf.folder.files, file.path, form) as bank:
             content, header = bank.read_content(), bank.header
@@ -126,21 +166,15 @@ def _adopt(shelf: Shelf, form: StateForm, file: FoundFile, result: _Sorted) -> b
         log.warning("bank file refused file=%s detail=%s", os.path.basename(file.path), error)
         result.faults.append(error.kind)
         result.bad.append(file.path)
-        return False
+        return None
     entry = entry_of(header, file.size_bytes, content.hidden, content.records)
-    marks = bank_marks(header.namespace, content.ids, content.records, header.base)
-    result.adopted.append((entry, marks))
-    return True
+    return entry, bank_marks(header.namespace, content.ids, content.records, header.base)
 
 
-def _family(result: _Sorted, found: Found) -> tuple[Index, list[Entry]]:
-    """The index of all banks whose whole chain is there, and those whose is not.
-
-    Made of copies: the entries given may be those of the index that is still in use.
-    """
+def _family(entries: list[Entry], found: Found) -> tuple[Index, list[Entry]]:
+    """The index of all banks whose whole chain is there, and those whose is not."""
     index = Index()
     orphans: list[Entry] = []
-    entries = result.kept + [entry for entry, _ in result.adopted]
     for entry in sorted(entries, key=lambda entry: entry.base):  # a parent's base is lower
         parent = index.get(entry.parent_id) if entry.parent_id else None
         if entry.parent_id and not (
@@ -150,13 +184,13 @@ def _family(result: _Sorted, found: Found) -> tuple[Index, list[Entry]]:
         ):
             orphans.append(entry)
             continue
-        index.add(
-            replace(
-                entry,
-                children={},
-                pinned=entry.bank_id in found.pinned,
-                hidden=entry.bank_id in found.hidden,
-            )
-        )
+        entry.pinned = entry.bank_id in found.pinned
+        entry.hidden = entry.bank_id in found.hidden
+        index.add(entry)
     index.order_children()
     return index, orphans
+
+
+def copies(entries: Iterable[Entry]) -> list[Entry]:
+    """Entries for `reconcile` of an index that stays in use meanwhile. Blocking."""
+    return [replace(entry, children={}) for entry in entries]

@@ -261,7 +261,7 @@ class Shelf:
                     self.observer.evicted("expired")
                     await self._drop(entry)
             if self.index.num_hidden:
-                await self._bury(self._unneeded([entry for entry in self.index if entry.hidden]))
+                await self._bury(self._unneeded(self.index.hidden()))
 
     async def _drop(self, entry: Entry) -> int:
         """Removes or hides; returns the bytes freed. `changes` must be held."""

@@ -29,7 +29,7 @@ from ds4grpc.store.index import Entry
 from ds4grpc.store.match import Finder, LeasedBank
 from ds4grpc.store.observer import StoreObserver
 from ds4grpc.store.reader import BankFile
-from ds4grpc.store.reconcile import Reconciled, reconcile
+from ds4grpc.store.reconcile import Reconciled, copies, reconcile
 from ds4grpc.store.shelf import Shelf
 from ds4grpc.store.tasks import OwnedTasks, Threads
 
@@ -356,7 +356,8 @@ class Store:
     async def _rescan(self) -> Reconciled:
         async with self._writer.turn:
             try:
-                return await self._reconcile(list(self._shelf.index))
+                entries = await self._shelf.run(copies, list(self._shelf.index))
+                return await self._reconcile(entries)
             except (OSError, CatalogError) as error:
                 raise StoreFailed(f"the folder could not be read again: {error}") from error
 

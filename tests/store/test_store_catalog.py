@@ -250,13 +250,13 @@ async def test_find_gives_each_bank_once_and_the_deepest_ten(tmp_path: Path) -> 
             for number in range(1, 40)
         ]
     )
-    hits = await catalog.find(digests)
+    hits = await catalog.find(lambda: digests)
     assert [hit.position for hit in hits] == list(range(39, 29, -1))
-    assert await catalog.find([]) == []
+    assert await catalog.find(lambda: []) == []
     await catalog.remove([entry(39).bank_id, "f" * 32])
-    assert (await catalog.find(digests))[0].position == 38
+    assert (await catalog.find(lambda: digests))[0].position == 38
     await catalog.add([(entry(38), [])])  # replaces the row and its hashes
-    assert (await catalog.find(digests))[0].position == 37
+    assert (await catalog.find(lambda: digests))[0].position == 37
     await catalog.close()
 
 
@@ -265,7 +265,7 @@ async def test_find_speaks_of_failures_in_our_words(tmp_path: Path) -> None:
     catalog = await Catalog.open(str(path))
     statement(path, "drop table hashes")
     with pytest.raises(CatalogError) as caught:
-        await catalog.find([b"d" * 16])
+        await catalog.find(lambda: [b"d" * 16])
     assert caught.value.kind == "corrupt"
     await catalog.close()
 
