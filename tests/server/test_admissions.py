@@ -10,7 +10,7 @@ from process import ServerProcess, server
 from rule import Judge
 from texts import preamble, question, sentences
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 SYSTEM = ("system", preamble(24, seed=5))
 NO_END = {2: -100.0}  # without its end marker the model always has something to say

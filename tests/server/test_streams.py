@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 FLOAT32 = ("--dtype", "float32", "--no-kv-disk")
 
 
-async def test_eight_streams_interleave_and_each_equals_its_solo_run(
+async def test_b29_eight_streams_interleave_and_each_equals_its_solo_run(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
     prompts = [f"{sentences(1 + i, seed=i)} {question(i)}" for i in range(8)]
@@ -63,7 +63,7 @@ async def test_seeded_sampling_is_the_same_alone_and_in_a_batch(
 
 
 @pytest.mark.alone
-async def test_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
+async def test_b29_short_request_and_running_streams_do_not_wait_for_a_long_prefill(
     smollm2_path: Path, tmp_path: Path, measured: Callable[[str], None]
 ) -> None:
     with server(tmp_path, *FLOAT32) as running:
@@ -142,7 +142,7 @@ async def test_full_queue_is_refused_with_retry_info(smollm2_path: Path, tmp_pat
             assert again.finish_reason == "length"
 
 
-async def test_equal_cold_prefixes_are_not_prefilled_twice(
+async def test_b29_equal_cold_prefixes_are_not_prefilled_twice(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
     text = preamble(40, seed=8)
