@@ -51,6 +51,7 @@ from ds4grpc.store.content import FileContent  # noqa: E402
 from ds4grpc.store.files import Files  # noqa: E402
 from ds4grpc.store.folder import Folder  # noqa: E402
 from ds4grpc.store.format import Header, StateForm, file_name  # noqa: E402
+from ds4grpc.store.pace import Pace  # noqa: E402
 from ds4grpc.store.store import Store, StoreConfig  # noqa: E402
 from ds4grpc.store.writer import draft_file, write_file  # noqa: E402
 
@@ -136,7 +137,7 @@ class Conversation:
         records = (record,) if parent_id else ()
         draft = draft_file(header, FileContent(self.ids, records=records), FORM)
         path = folder.temp_path(self.bank_id, base)
-        write_file(folder.files, path, draft, Zeros())
+        write_file(folder.files, path, draft, Zeros(), Pace())
         folder.files.rename(path, path.removesuffix(".tmp"))
 
     def query(self, kind: str, chance: np.random.Generator) -> MatchQuery:
@@ -169,6 +170,7 @@ class Unheard:
     """What the store reports (`store.observer.StoreObserver`)."""
 
     def persisted(self, *_: object) -> None: ...
+    def compacted(self, *_: object) -> None: ...
     def persist_failed(self, *_: object) -> None: ...
     def restored(self, *_: object) -> None: ...
     def evicted(self, *_: object) -> None: ...

@@ -135,6 +135,13 @@ class ServeConfig:
         low=1,
         high=2**40,
     )
+    kv_disk_write_mb_per_s: float | None = option(
+        None,
+        "Average rate at which banks are written and compacted.  [default: no limit]",
+        "MB",
+        low=0.1,
+        high=2**20,
+    )
     kv_cache_min_tokens: int = option(
         512, "Shorter banks are not stored.", "TOKENS", low=1, high=2**24
     )

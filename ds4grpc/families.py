@@ -142,6 +142,11 @@ FAMILIES = (
     Family("ds4grpc_bank_read_bytes_total", "counter", "Bytes read from bank files."),
     Family("ds4grpc_bank_written_bytes_total", "counter", "Bytes written to bank files."),
     Family(
+        "ds4grpc_bank_compacted_bytes_total",
+        "counter",
+        "Bytes written to merge the small files of long chains; not among those written.",
+    ),
+    Family(
         "ds4grpc_banks",
         "gauge",
         "Banks at hand, by place and by what they may be used for.",

@@ -238,6 +238,11 @@ class Metrics(Collector):
             self.counter("ds4grpc_bank_written_bytes_total").inc(written_bytes)
             self.histogram("ds4grpc_bank_persist_seconds").observe(seconds)
 
+    def compacted(self, seconds: float, written_bytes: int) -> None:
+        """Files of a chain were merged."""
+        with self.lock:
+            self.counter("ds4grpc_bank_compacted_bytes_total").inc(written_bytes)
+
     def persist_failed(self, kind: str) -> None:
         with self.lock:
             known = kind if kind in PERSIST_FAULTS else "other"

@@ -307,6 +307,7 @@ async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Async
                 off="--no-kv-disk",
             )
         )
+    rate = config.kv_disk_write_mb_per_s
     store = Store(
         StoreConfig(
             folder=str(folder),
@@ -314,6 +315,7 @@ async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Async
             layout=loaded.model.layout,
             quota_bytes=quota_bytes,
             min_tokens=config.kv_cache_min_tokens,
+            write_bytes_per_second=rate * MB if rate is not None else None,
         ),
         metrics,
     )

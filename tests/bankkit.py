@@ -177,6 +177,7 @@ class Observed:
 
     events: list[tuple[str, str]] = field(default_factory=list)
     written_bytes: int = 0
+    compacted_bytes: int = 0
     read_bytes: int = 0
 
     def persisted(self, reason: PersistReason, seconds: float, written_bytes: int) -> None:
@@ -189,6 +190,10 @@ class Observed:
     def restored(self, result: str, seconds: float, read_bytes: int) -> None:
         self.events.append(("restored", result))
         self.read_bytes += read_bytes
+
+    def compacted(self, seconds: float, written_bytes: int) -> None:
+        self.events.append(("compacted", ""))
+        self.compacted_bytes += written_bytes
 
     def evicted(self, reason: str) -> None:
         self.events.append(("evicted", reason))

@@ -20,7 +20,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds4grpc.bank import BankContent, Record, RecordKind, Trust, bank_id, common_prefix
+from ds4grpc.bank import (
+    BankContent,
+    PersistReason,
+    Record,
+    RecordKind,
+    Trust,
+    bank_id,
+    common_prefix,
+)
 from ds4grpc.engine.banks import BankSource, Persisted, SourceMoved
 from ds4grpc.errors import BankCorrupt, BankNotFound, StoreFailed, StoreFull
 from ds4grpc.layout import Spans
@@ -31,13 +39,14 @@ from ds4grpc.store.index import Entry
 from ds4grpc.store.keys import Mark, bank_marks, parent_digests
 from ds4grpc.store.load import held_by
 from ds4grpc.store.match import Finder, LeasedBank
+from ds4grpc.store.pace import Pace
 from ds4grpc.store.shelf import Shelf
 from ds4grpc.store.writer import Draft, draft_file, write_file
 
 log = logging.getLogger(__name__)
 
-# A file of a long conversation that starts anew costs its bytes once in that many turns, and
-# keeps every load from opening ever more files.
+# Compaction keeps chains far shorter. Where it cannot (a branch at every turn), a file that starts
+# anew costs a conversation's bytes once in that many turns, and bounds what a load opens.
 MAX_CHAIN_FILES = 128
 MAX_DESCENTS = 8  # steps from a hit to children that share still more
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -71,15 +80,20 @@ class Plan:
 class DeltaWriter:
     """Writes one bank at a time: two writers would choose parents that neither has written."""
 
-    def __init__(self, shelf: Shelf, finder: Finder, form: StateForm, min_tokens: int) -> None:
+    def __init__(
+        self, shelf: Shelf, finder: Finder, form: StateForm, min_tokens: int, pace: Pace
+    ) -> None:
         self.turn = asyncio.Lock()  # held while a bank is written
         self._shelf = shelf
         self._finder = finder
         self._form = form
         self._min_tokens = min_tokens
+        self._pace = pace
 
     async def persist(self, source: BankSource) -> Persisted:
         """See `engine.banks.BankStore.persist`."""
+        if source.reason is PersistReason.STOP:
+            self._pace.end()  # a stop waits for nothing, nor for a write that waits already
         try:
             if source.content.frontier < self._min_tokens:
                 return Persisted("", 0, 0, f"fewer than {self._min_tokens} tokens")
@@ -186,7 +200,7 @@ class DeltaWriter:
     def _write_temp(self, plan: Plan, source: BankSource) -> None:
         folder = self._shelf.folder
         path = folder.temp_path(plan.entry.bank_id, plan.entry.base)
-        write_file(folder.files, path, plan.draft, source.rows)
+        write_file(folder.files, path, plan.draft, source.rows, self._pace)
 
     def _plan(self, source: BankSource, nearest: Nearest) -> Plan:
         """What goes into the file. Blocking: hashes and encodes."""

@@ -127,6 +127,13 @@ class Folder:
         self.files.rename(path + ".tmp", path)
         self.files.sync_folder(os.path.dirname(path))
 
+    def replace(self, bank_id: str, base: int) -> None:
+        """Gives a written and synced temp file its name beside the bank's present file, whose
+        markers stay. Raises OSError."""
+        path = self.bank_path(bank_id, base)
+        self.files.rename(path + ".tmp", path)
+        self.files.sync_folder(os.path.dirname(path))
+
     def discard(self, bank_id: str, base: int) -> None:
         """Removes a temp file that will not be published. Raises OSError."""
         self.files.unlink(self.bank_path(bank_id, base) + ".tmp")

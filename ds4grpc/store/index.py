@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds4grpc.bank import PersistReason, RecordKind, Trust
 from ds4grpc.layout import Spans
@@ -61,6 +61,31 @@ class Entry:
         needed = Trust.COMMITTED | Trust.DURABLE
         good = self.trust & (needed | Trust.QUARANTINED) == needed
         return good and not self.hidden and not self.is_expired(now)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Another file takes the place of a bank's: what changes of its entry."""
+
+    bank_id: str
+    old_base: int
+    parent_id: str
+    base: int
+    size_bytes: int
+    windows: Spans
+    tails: tuple[int, ...]
+
+    def applied_to(self, entry: Entry) -> Entry:
+        """A copy of the entry as it will be, without children."""
+        return replace(
+            entry,
+            parent_id=self.parent_id,
+            base=self.base,
+            size_bytes=self.size_bytes,
+            windows=self.windows,
+            tails=self.tails,
+            children={},
+        )
 
 
 class Index:
@@ -121,11 +146,27 @@ class Index:
         self._hidden.discard(entry.bank_id)
         self._pinned.discard(entry.bank_id)
         self.mortal.discard(entry.bank_id)
+        self._leave(entry)
+
+    def _leave(self, entry: Entry) -> None:
         parent = self._entries.get(entry.parent_id)
         if parent is not None:
             parent.children.pop(entry.bank_id, None)
             if not parent.children:
                 self._push(parent)
+
+    def move(self, entry: Entry, move: Move) -> None:
+        """Its file is another one from now on; the new parent must be there already."""
+        self._leave(entry)
+        self.num_bytes += move.size_bytes - entry.size_bytes
+        entry.parent_id = move.parent_id
+        entry.base = move.base
+        entry.size_bytes = move.size_bytes
+        entry.windows = move.windows
+        entry.tails = move.tails
+        parent = self._entries.get(entry.parent_id)
+        if parent is not None:  # as the least recently used: what it holds, the parent holds too
+            parent.children = {entry.bank_id: None, **parent.children}
 
     def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
         entry.pinned = pinned

@@ -48,7 +48,7 @@ def bank_marks(namespace: bytes, ids: Ids, records: Sequence[Record], base: int)
     positions = [*multiples, *([len(ids)] if len(ids) % IDS_STRIDE else [])]
     found = dict(zip(_ids_digests(namespace, ids, positions), positions, strict=True))
     for record in records:
-        for digest, position in _record_digests(namespace, record, base):
+        for digest, position in _record_digests(namespace, record, base, len(ids)):
             found[digest] = max(position, found.get(digest, 0))
     return [Mark(digest, position) for digest, position in found.items()]
 
@@ -89,13 +89,16 @@ def _text_digests(namespace: bytes, text: bytes, offsets: Iterable[int]) -> Iter
     return _running(b"ds4grpc/text", namespace, memoryview(text), offsets)
 
 
-def _record_digests(namespace: bytes, record: Record, base: int) -> Iterable[tuple[bytes, int]]:
+def _record_digests(
+    namespace: bytes, record: Record, base: int, frontier: int
+) -> Iterable[tuple[bytes, int]]:
     """(digest, tokens delivered at least) for what a record's key has that the parent's has not:
-    waypoints past the base, and strides after the last waypoint at or below it; and its anchor."""
+    waypoints past the base, and strides after the last waypoint at or below it; and its anchor.
+    What stands at the frontier is the bank's own, also where its file has no rows."""
     positions = {point.offset: point.position for point in record.waypoints if point.offset}
     strides = range(TEXT_STRIDE, len(record.key) + 1, TEXT_STRIDE)
     # Records of earlier turns are in the files of those turns, with their anchors.
-    is_new = record.end is None or record.end.position > base
+    is_new = record.end is None or record.end.position > base or base == frontier
     anchors = {record.anchor} - {0} if is_new else set()
     offsets = sorted({*positions, *strides, *anchors})
     position = 0
@@ -104,7 +107,7 @@ def _record_digests(namespace: bytes, record: Record, base: int) -> Iterable[tup
         position = positions.get(offset, position)
         if offset in anchors:
             yield digest, position + 1  # past the waypoint: ahead of the banks that end there
-        elif position > base or (position == base > 0 and not is_waypoint):
+        elif position > base or (position == base > 0 and not (is_waypoint and base < frontier)):
             yield digest, position
 
 

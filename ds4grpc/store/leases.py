@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 
 class Leases:
@@ -15,17 +16,32 @@ class Leases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()  # guarded by the lock; no zeros
+        self._paths: Counter[str] = Counter()  # of the files behind them; the same
 
-    def take(self, bank_id: str) -> None:
+    def take(self, bank_id: str, paths: Iterable[str] = ()) -> None:
+        """`paths` are the files that its rows lie in now: they stay, whatever takes their
+        place."""
         with self._lock:
             self._counts[bank_id] += 1
+            self._paths.update(paths)
 
-    def release(self, bank_id: str) -> None:
+    def release(self, bank_id: str, paths: Iterable[str] = ()) -> None:
         with self._lock:
-            self._counts[bank_id] -= 1
-            if self._counts[bank_id] == 0:
-                del self._counts[bank_id]
+            _take_one(self._counts, bank_id)
+            for path in paths:
+                _take_one(self._paths, path)
+
+    def needs(self, path: str) -> bool:
+        """Whether somebody may still read this file."""
+        with self._lock:
+            return path in self._paths
 
     def held(self) -> set[str]:
         with self._lock:
             return set(self._counts)
+
+
+def _take_one(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if counts[name] == 0:
+        del counts[name]

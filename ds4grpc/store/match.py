@@ -54,7 +54,8 @@ class LeasedBank:
         self._namespace = entry.namespace
         self._head = entry.head
         self._released = False
-        finder.shelf.leases.take(entry.bank_id)
+        self._paths = tuple(link.path for link in links)
+        finder.shelf.leases.take(entry.bank_id, self._paths)
 
     @property
     def bank_id(self) -> str:
@@ -93,7 +94,7 @@ class LeasedBank:
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._finder.shelf.leases.release(self._bank_id)
+            self._finder.shelf.leases.release(self._bank_id, self._paths)
 
 
 class Finder:
@@ -145,6 +146,8 @@ class Finder:
             child = next(family, None)
             if child is None or len(heirs) == MAX_CHILDREN:
                 break
+            if child.frontier - child.base < self.form.layout.alignment:
+                continue  # merged into the entry: it holds less (see compact)
             if child.is_usable(now):
                 heirs.append(child)
             else:

@@ -12,6 +12,9 @@ class StoreObserver(Protocol):
 
     def persisted(self, reason: PersistReason, seconds: float, written_bytes: int) -> None: ...
 
+    def compacted(self, seconds: float, written_bytes: int) -> None:
+        """Files were merged; what was written for it is not among what was persisted."""
+
     def persist_failed(self, kind: str) -> None:
         """`kind`: quota, no_space, io, moved, catalog or other."""
 

@@ -45,7 +45,7 @@ class _Sorted:
     rowless: list[list[FoundFile]] = field(default_factory=list)  # of each bank, best first
     bad: list[str] = field(default_factory=list)  # paths for the quarantine
     faults: list[str] = field(default_factory=list)  # kinds of what failed
-    spare: list[tuple[str, int]] = field(default_factory=list)  # second files of one bank
+    spare: list[FoundFile] = field(default_factory=list)  # second files of one bank
 
 
 async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Reconciled:
@@ -64,15 +64,20 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     shelf.index = index
     shelf.version += 1
     shelf.other_bytes = found.other_bytes
-    bad = result.bad + [shelf.folder.bank_path(each.bank_id, each.base) for each in orphans]
+    bad = result.bad + [
+        shelf.folder.bank_path(each.bank_id, each.base)
+        for each in orphans
+        if each.bank_id not in found.hidden
+    ]
+    # A deleted bank whose rows nobody needs: its remover died before the file had gone.
+    unwanted = {each.bank_id for each in orphans} & found.hidden
+    result.spare += [file for file in found.files if file.bank_id in unwanted]
     if bad or found.odd:
         log.warning("bank files quarantined files=%d", len(bad) + len(found.odd))
         await shelf.run(shelf.folder.quarantine, bad + found.odd)
     markers = {bank_id for bank_id in found.pinned | found.hidden if index.get(bank_id) is None}
     await shelf.run(shelf.folder.sweep_markers, markers)
-    if result.spare:
-        dead, _ = await shelf.run(shelf.folder.kill, result.spare)
-        await shelf.run(shelf.folder.bury, dead, ())
+    await shelf.retire_found(result.spare)
     dropped = [bank_id for bank_id in rows if index.get(bank_id) is None]
     lost = [entry.bank_id for entry in adopted if index.get(entry.bank_id) is None]
     if dropped or lost:
@@ -133,7 +138,7 @@ def _choose(row: Entry, files: list[FoundFile], result: _Sorted) -> None:
         else:
             others.append(file)
     if is_kept:
-        result.spare.extend((file.bank_id, file.base) for file in others)
+        result.spare += others
     else:
         others.sort(key=lambda file: (file.base != row.base, file.base))
         result.rowless.append(others)
@@ -148,7 +153,7 @@ def _adopt(
         is_adopted = False
         for file in files:
             if is_adopted:
-                result.spare.append((file.bank_id, file.base))
+                result.spare.append(file)
             elif (read := _read(shelf, form, file, result)) is not None:
                 adopted.append(read)
                 is_adopted = True

@@ -6,6 +6,7 @@ Coroutines on the event loop, in tasks that the store owns; file work in worker 
     publish   temp file -> rename -> sync folder -> row -> index
     remove    index -> rename to .dead -> sync folder -> row -> unlink
     fault     flag -> index -> rename into quarantine/ -> row
+    switch    temp files -> rename -> sync -> rows, all at once -> index -> old files, no more read
 
 The index goes last when a bank comes and first when it goes, so nobody finds half a bank.
 """
@@ -23,8 +24,8 @@ from ds4grpc.bank import Trust
 from ds4grpc.errors import BankInUse, BankNotFound, BankPinned, StoreFailed, StoreFull
 from ds4grpc.store.catalog import Catalog
 from ds4grpc.store.database import WAL_LIMIT_BYTES, CatalogError
-from ds4grpc.store.folder import Folder
-from ds4grpc.store.index import Entry, Index
+from ds4grpc.store.folder import Folder, FoundFile
+from ds4grpc.store.index import Entry, Index, Move
 from ds4grpc.store.keys import Mark
 from ds4grpc.store.leases import Leases
 from ds4grpc.store.observer import StoreObserver
@@ -65,6 +66,9 @@ class Shelf:
         self._foreign_bytes = 0  # of the other models' folders
         self._quarantine_bytes = 0
         self._reserved_bytes = 0  # of temp files
+        # (bank id, base, bytes) of files whose place others have taken, children first; they
+        # count as other bytes until no lease needs them.
+        self._retired: list[tuple[str, int, int]] = []
         self._rowless: set[str] = set()  # gone banks whose rows could not be removed yet
         self._changed: set[str] = set()  # banks whose hits and times are newer than their rows
 
@@ -233,6 +237,108 @@ class Shelf:
             log.warning("bank file not removed bank=%s error=%s", bank_id, error)
             return False
         return not failed
+
+    async def has_room(self, num_bytes: int) -> bool:
+        """Whether so much fits below the cap as things are. Raises OSError."""
+        await self.measure()
+        return self.disk_bytes + num_bytes + self._slack_bytes <= self.quota_bytes
+
+    async def switch(self, moves: Sequence[tuple[Move, Sequence[Mark]]], gone: list[str]) -> None:
+        """Makes written temp files (their bytes reserved) the files of banks that have others.
+
+        The first of them is the new parent of the others, which one bank each has needed until
+        now; so have the hidden ones in `gone`, which nobody needs then. Both go from newest to
+        oldest. All or none: one transaction. No bank may be being written.
+        Raises StoreFailed when a bank has changed meanwhile, OSError, CatalogError.
+        """
+        async with self.changes:
+            held = self.leases.held()
+            entries: list[Entry] = []
+            for move, _ in moves:
+                entry = self.index.get(move.bank_id)
+                if entry is None or entry.base != move.old_base or Trust.QUARANTINED in entry.trust:
+                    raise StoreFailed(f"bank {move.bank_id} has changed meanwhile")
+                if entries and len(entry.children) != 1:
+                    raise StoreFailed(f"another bank has begun to need bank {move.bank_id}")
+                entries.append(entry)
+            unwanted = [entry for bank_id in gone if (entry := self.index.get(bank_id)) is not None]
+            for entry in unwanted:
+                if not entry.hidden or len(entry.children) != 1 or entry.bank_id in held:
+                    raise StoreFailed(f"bank {entry.bank_id} is wanted again")
+            try:
+                for move, _ in moves:
+                    await self.run(self.folder.replace, move.bank_id, move.base)
+                rows = [
+                    (move.applied_to(entry), marks)
+                    for entry, (move, marks) in zip(entries, moves, strict=True)
+                ]
+                await self.ask("publish", self.catalog.add(rows))
+            except (OSError, CatalogError):
+                await self.run(self._take_back, [move for move, _ in moves])
+                raise
+            self.version += 1
+            for entry, (move, _) in zip(entries, moves, strict=True):
+                self._retire(entry)
+                self.index.move(entry, move)
+                self.unreserve(move.size_bytes)
+            for entry in unwanted:  # from newest to oldest, so none has a child left
+                self._retire(entry)
+                self.index.remove(entry)
+            await self._forget_rows(gone)
+
+    def _take_back(self, moves: Iterable[Move]) -> None:
+        """Undoes a half-done switch; what the disk keeps, the next start removes."""
+        for move in moves:
+            try:
+                self.folder.discard(move.bank_id, move.base)
+                dead, failed = self.folder.kill([(move.bank_id, move.base)])
+                self.folder.bury(dead, ())
+            except OSError as error:
+                failed = [move.bank_id]
+                log.warning("bank file not removed bank=%s error=%s", move.bank_id, error)
+            if failed:
+                self.other_bytes += move.size_bytes
+
+    def _retire(self, entry: Entry) -> None:
+        self._retired.append((entry.bank_id, entry.base, entry.size_bytes))
+        self.other_bytes += entry.size_bytes
+
+    async def retire_found(self, spare: Iterable[FoundFile]) -> None:
+        """A scan of the folder has found these second files of banks. `changes` must be held."""
+        self._retired = [
+            (file.bank_id, file.base, file.size_bytes)
+            for file in sorted(spare, key=lambda file: file.base, reverse=True)
+        ]
+        self.other_bytes += sum(size_bytes for _, _, size_bytes in self._retired)
+        await self._bury_retired()
+
+    async def bury_retired(self) -> None:
+        """Removes the files whose place others have taken, but for those that a lease needs."""
+        if self._retired:
+            async with self.changes:
+                await self._bury_retired()
+
+    async def _bury_retired(self) -> None:
+        """`changes` must be held."""
+        kept: list[tuple[str, int, int]] = []
+        retired, self._retired = self._retired, kept
+        for bank_id, base, size_bytes in retired:  # one after the other: children before parents
+            entry = self.index.get(bank_id)
+            if entry is not None and entry.base == base:
+                self.other_bytes -= size_bytes  # written anew meanwhile
+            elif self.leases.needs(self.folder.bank_path(bank_id, base)):
+                kept.append((bank_id, base, size_bytes))
+            else:
+                try:
+                    dead, failed = await self.run(self.folder.kill, [(bank_id, base)])
+                    await self.run(self.folder.bury, dead, () if entry is not None else (bank_id,))
+                except OSError as error:
+                    failed = [bank_id]
+                    log.warning("bank file not removed bank=%s error=%s", bank_id, error)
+                if failed:
+                    kept.append((bank_id, base, size_bytes))
+                else:
+                    self.other_bytes -= size_bytes
 
     async def delete(self, bank_id: str) -> int:
         """Removes a bank, or hides it while children need its rows; returns the bytes freed.

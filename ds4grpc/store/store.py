@@ -19,6 +19,7 @@ from ds4grpc.engine.banks import BankSource, MatchQuery, Persisted
 from ds4grpc.errors import BankCorrupt, BankNotFound, StoreDisabled, StoreFailed, StoreFull
 from ds4grpc.layout import StateLayout
 from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.compact import Compactor
 from ds4grpc.store.content import FileContent
 from ds4grpc.store.database import CatalogError
 from ds4grpc.store.delta import DeltaWriter
@@ -28,6 +29,7 @@ from ds4grpc.store.format import StateForm
 from ds4grpc.store.index import Entry
 from ds4grpc.store.match import Finder, LeasedBank
 from ds4grpc.store.observer import StoreObserver
+from ds4grpc.store.pace import Pace
 from ds4grpc.store.reader import BankFile
 from ds4grpc.store.reconcile import Reconciled, copies, reconcile
 from ds4grpc.store.shelf import Shelf
@@ -50,6 +52,7 @@ class StoreConfig:
     layout: StateLayout
     quota_bytes: int
     min_tokens: int = 512
+    write_bytes_per_second: float | None = None  # of banks and compaction, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +139,15 @@ class Store:
             await self._tasks.finish(self._open_catalog())
             opening.push_async_callback(self._close_catalog)
             self._finder = Finder(self._shelf, self._form, self._tasks)
+            self._pace = Pace(self._config.write_bytes_per_second)
             self._writer = DeltaWriter(
-                self._shelf, self._finder, self._form, self._config.min_tokens
+                self._shelf, self._finder, self._form, self._config.min_tokens, self._pace
+            )
+            self._compactor = Compactor(
+                self._shelf, self._finder, self._form, self._pace, self._writer.turn
             )
             self._tasks.start(self._upkeep())
+            self._tasks.start(self._compactor.run(self._closing))
             opening.push_async_callback(self._finish_tasks)
             self._lifetime = opening.pop_all()
         return self
@@ -192,6 +200,8 @@ class Store:
 
     async def _finish_tasks(self) -> None:
         self._closing.set()
+        self._compactor.stop()
+        self._pace.end()
         await self._tasks.drain()
 
     async def _close_catalog(self) -> None:
@@ -211,6 +221,7 @@ class Store:
             try:
                 await self._shelf.expire(time.time())
                 await self._shelf.flush()
+                await self._shelf.bury_retired()
                 await self._shelf.trim_log()
                 if time.monotonic() >= foreign_at:
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
@@ -235,7 +246,18 @@ class Store:
         if self._closing.is_set():
             await asyncio.to_thread(source.rows.close)
             return Persisted("", 0, 0, "the store is closing")
-        return await self._tasks.finish(self._writer.persist(source))
+        return await self._tasks.finish(self._persist(source))
+
+    async def _persist(self, source: BankSource) -> Persisted:
+        persisted = await self._writer.persist(source)
+        if persisted.written_bytes:
+            self._compactor.wrote(persisted.bank_id)
+        return persisted
+
+    async def compact(self) -> int:
+        """Merges small files of long chains now, as otherwise happens when nothing is written;
+        returns how many banks got one file for several."""
+        return await self._tasks.finish(self._compactor.compact())
 
     async def note_use(self, bank_id: str, *, proven: bool) -> None:
         entry = self._shelf.index.get(bank_id)
@@ -354,7 +376,7 @@ class Store:
         return await self._tasks.finish(self._rescan())
 
     async def _rescan(self) -> Reconciled:
-        async with self._writer.turn:
+        async with self._compactor.turn, self._writer.turn:
             try:
                 entries = await self._shelf.run(copies, list(self._shelf.index))
                 return await self._reconcile(entries)

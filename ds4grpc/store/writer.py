@@ -36,6 +36,7 @@ from ds4grpc.store.format import (
     with_checksums,
     with_sections,
 )
+from ds4grpc.store.pace import Pace
 
 Buffer = bytes | bytearray | memoryview
 
@@ -77,11 +78,11 @@ def draft_file(header: Header, content: FileContent, form: StateForm) -> Draft:
     return Draft(form, full, len(encode_header(full)), parts)
 
 
-def write_file(files: Files, path: str, draft: Draft, source: RowSource) -> None:
+def write_file(files: Files, path: str, draft: Draft, source: RowSource, pace: Pace) -> None:
     """Writes the file and syncs its bytes; on any failure there is no file.
 
     Every piece is at most 1 MiB and is checked with `source.check()` once its bytes are out of
-    the source. Raises OSError, SourceMoved.
+    the source. Raises OSError, SourceMoved, and what the source raises.
     """
     descriptor = files.create(path)
     try:
@@ -96,10 +97,12 @@ def write_file(files: Files, path: str, draft: Draft, source: RowSource) -> None
                 offset = start + section.offset + section.block(index)[0]
                 files.write(descriptor, block, offset, path)
                 source.check()
+                pace.wait(len(block))
             checksums.append(values)
         header_json = encode_header(with_checksums(draft.header, checksums))
         # The header goes last: a file that lacks any block has no valid start.
         files.write(descriptor, encode_preamble(header_json) + header_json, 0, path)
+        pace.wait(start)
         files.sync_data(descriptor, path)
     except BaseException:
         files.close(descriptor)

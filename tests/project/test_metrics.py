@@ -190,9 +190,11 @@ def test_store_events_are_counted_and_foreign_failures_fold_into_other() -> None
     metrics.generated(5)
     metrics.inter_token(0.03)
     metrics.stage("load", 0.5)
+    metrics.compacted(0.3, 500)
     seen = samples(registry)
     assert seen["ds4grpc_bank_persists_total"][(("reason", "stop"),)] == 1
     assert seen["ds4grpc_bank_written_bytes_total"][()] == 1000
+    assert seen["ds4grpc_bank_compacted_bytes_total"][()] == 500
     assert seen["ds4grpc_bank_read_bytes_total"][()] == 2010
     assert seen["ds4grpc_bank_persist_failures_total"][(("kind", "other"),)] == 1
     assert sum(seen["ds4grpc_bank_restores_total"].values()) == 2

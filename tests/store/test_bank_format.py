@@ -40,6 +40,7 @@ from ds4grpc.store.format import (
     file_name,
     parse_file_name,
 )
+from ds4grpc.store.pace import Pace
 from ds4grpc.store.reader import BankFile
 from ds4grpc.store.writer import draft_file, write_file
 
@@ -70,7 +71,7 @@ def write_bank(folder: Path, layout: StateLayout, base: int = 0) -> tuple[Path, 
     file_content = FileContent(turns.ids, content.hidden, turns.records, TOOLS)
     draft = draft_file(header, file_content, form)
     path = folder / file_name(name, base)
-    write_file(Files(), str(path), draft, MemorySource(layout, turns.ids))
+    write_file(Files(), str(path), draft, MemorySource(layout, turns.ids), Pace())
     assert path.stat().st_size == draft.size_bytes
     return path, turns
 
