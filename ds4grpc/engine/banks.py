@@ -55,7 +55,7 @@ class RowSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MatchQuery:
-    """What a request looks for. `text`, `marks` and `ids` as in `chat.prompt.Prompt`.
+    """What a request looks for. `text`, `marks`, `ids` and `head` as in `chat.prompt.Prompt`.
 
     `exact` asks for banks that share canonical ids only (no keys, no waypoints).
     """
@@ -65,6 +65,7 @@ class MatchQuery:
     marks: tuple[int, ...]
     ids: Ids
     exact: bool = False
+    head: int = 0
 
 
 class StoredBank(Protocol):

@@ -315,8 +315,12 @@ class Core:
         slot.keep = not (request.cache.bypass or request.cache.no_store)
         slot.pinned = slot.pinned or request.cache.pin
         slot.ttl_seconds = request.cache.ttl_seconds
-        if request.prompt.head and placement.admission is Admission.COLD:
-            slot.head = request.prompt.head
+        head = request.prompt.head
+        # Also where the bank begins as another one: most system prompts share an opening.
+        if sequence.pos_base < head and np.array_equal(
+            sequence.target_ids[:head], request.prompt.ids[:head]
+        ):
+            slot.head = head
         sequence.phase = Phase.PREFILL
         clock.started = time.monotonic()
         source_id = ""

@@ -385,6 +385,7 @@ class TorchEngine:
                         prompt.marks,
                         prompt.ids,
                         exact=request.cache.exact,
+                        head=prompt.head,
                     )
                 )
             lookup = Lookup(

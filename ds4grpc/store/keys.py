@@ -54,9 +54,10 @@ def bank_marks(namespace: bytes, ids: Ids, records: Sequence[Record], base: int)
 
 
 def query_digests(query: MatchQuery) -> list[bytes]:
-    """What to look up for a prompt; at most a little over a thousand digests."""
-    multiples = _bounded(IDS_STRIDE, len(query.ids))
-    digests = list(_ids_digests(query.namespace, query.ids, multiples))
+    """What to look up for a prompt; at most a little over a thousand digests. A head may be a bank
+    of its own, which has no text and may be shorter than a stride."""
+    positions = sorted({*_bounded(IDS_STRIDE, len(query.ids)), query.head} - {0})
+    digests = list(_ids_digests(query.namespace, query.ids, positions))
     if not query.exact:
         marks = query.marks[-MAX_LOOKUP_MARKS:]
         offsets = sorted({*_bounded(TEXT_STRIDE, len(query.text)), *marks})
