@@ -81,6 +81,8 @@ def make_copy(folder: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
     for part in PARTS:
         source, target = ROOT / part, folder / part
+        if not source.exists():
+            continue  # git keeps no empty folder
         if source.is_dir():
             shutil.copytree(source, target, symlinks=True, ignore=ignored)
         else:
