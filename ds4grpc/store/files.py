@@ -39,9 +39,16 @@ class Files:
         """Called ahead of each operation that changes or reads the disk."""
 
     def make_folders(self, path: str) -> None:
-        """Makes a folder and what is missing above it; one that is there stays as it is."""
-        self.before("make_folders", path)
-        os.makedirs(path, FOLDER_MODE, exist_ok=True)
+        """Makes a folder and what is missing above it, for good; one that is there stays as it
+        is."""
+        missing: list[str] = []
+        at = os.path.abspath(path)
+        while not os.path.isdir(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        for folder in reversed(missing):
+            self.make_folder(folder)
+            self.sync_folder(os.path.realpath(os.path.dirname(folder)))
 
     def make_folder(self, path: str) -> bool:
         """Makes a private folder; returns False when it is there. Raises for anything else

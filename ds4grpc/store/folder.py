@@ -155,8 +155,8 @@ class Folder:
     def kill(self, banks: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
         """First half of removing: renames the files, for good. Between the halves the rows go.
 
-        Returns what `bury` unlinks, and the ids of banks that could not be renamed. A file that
-        is not there any more is no failure.
+        Returns what `bury` unlinks, and the ids of banks that could not be renamed for good: they
+        have their names back. A file that is not there any more is no failure.
         """
         dead: list[str] = []
         failed: list[str] = []
@@ -171,8 +171,25 @@ class Folder:
                 failed.append(bank_id)
             else:
                 dead.append(path + ".dead")
-        self._sync_parents(dead)
+        try:
+            self._sync_parents(dead)
+        except OSError as error:
+            log.warning("removal of bank files not synced files=%d error=%s", len(dead), error)
+            return self._take_names_back(dead, failed)
         return dead, failed
+
+    def _take_names_back(self, dead: list[str], failed: list[str]) -> tuple[list[str], list[str]]:
+        """Undoes `kill`, as far as the disk lets us; returns what it returns."""
+        still_dead: list[str] = []
+        for path in dead:
+            name = path.removesuffix(".dead")
+            try:
+                self.files.rename(path, name)
+            except OSError:
+                still_dead.append(path)
+            else:
+                failed.append(os.path.basename(name).partition(".")[0])
+        return still_dead, failed
 
     def bury(self, dead: Iterable[str], bank_ids: Iterable[str]) -> None:
         """Second half of removing: unlinks files and markers."""

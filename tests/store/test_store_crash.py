@@ -1,7 +1,7 @@
 """The process dies at every file operation: the next start is consistent, each time.
 
 The child is a real process that ends at once, in the middle; what it had confirmed before goes
-through a pipe.
+through a pipe. Or an operation fails, and the process goes on.
 """
 
 from __future__ import annotations
@@ -9,149 +9,116 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import alembic.command
+import alembic.config
+import alembic.script
 import pytest
-from bankkit import (
-    FINGERPRINT,
-    PLAIN,
-    READS,
-    DyingFiles,
-    MemorySink,
-    MemorySource,
-    Observed,
-    Turns,
-    config_of,
-    names,
-    stored_names,
-)
+import sqlalchemy
+from bankkit import READS, DyingFiles, MemorySource, Observed, Turns, config_of, names
+from crashkit import LEFT, RIGHT, STEM, Tell, catalog_of, check, live, run_until
 
+from ds4grpc.errors import StoreFailed
 from ds4grpc.store.files import Files
 from ds4grpc.store.store import Store
 
-LONG = bool(os.environ.get("DS4GRPC_LONG"))  # `make test-long`: every step, not each seventh
-STEM = Turns(head=20).grow(1, 60)
-LEFT, RIGHT = STEM.grow(2, 40), STEM.grow(3, 30)
-NAMED = {"stem": STEM, "left": LEFT, "right": RIGHT}
-
-
-async def live(folder: Path, files: Files, tell: Callable[[str], None]) -> None:
-    """A small life that goes through publish, pin, unpin, hide, delete, quarantine, rescan."""
-    async with Store(config_of(folder, min_tokens=16), Observed(), files) as store:
-        ids = {}
-        for name, turns in NAMED.items():
-            ids[name] = (await store.persist(turns.source(pin=name == "right"))).bank_id
-            tell(f"stored {name} {ids[name]}")
-        await store.unpin(ids["right"])
-        await store.pin(ids["left"])
-        tell("pinned left")
-        tell("deleting stem")
-        await store.delete(ids["stem"])
-        tell("deleted stem")
-        tell("deleting right")
-        await store.quarantine(ids["right"], "a check failed")
-        tell("deleted right")
-        await store.rescan()
-        await store.unpin(ids["left"])
-        tell("deleting left")
-        await store.delete(ids["left"])  # and the stem, which nobody needs any more
-        tell("deleted left")
-
-
-def run_until(folder: Path, deadline: int) -> list[str]:
-    """Runs `live` in a child that dies at its deadline; returns what it had confirmed."""
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(receiver)
-        try:
-            asyncio.run(
-                live(
-                    folder,
-                    DyingFiles(deadline),
-                    lambda line: void(os.write(sender, f"{line}\n".encode())),
-                )
-            )
-        finally:
-            os._exit(1)
-    os.close(sender)
-    with os.fdopen(receiver) as lines:
-        told = lines.read().splitlines()
-    os.waitpid(child, 0)
-    return told
-
-
-def void(_: object) -> None:
-    return None
-
-
-async def check(folder: Path, told: list[str]) -> None:
-    """What was confirmed is so, nothing is half there."""
-    stored = dict(line.split()[1:] for line in told if line.startswith("stored"))
-    deleting = {line.split()[1] for line in told if line.startswith("deleting")}
-    deleted = {line.split()[1] for line in told if line.startswith("deleted")}
-    async with Store(config_of(folder, min_tokens=16), Observed()) as store:
-        listed = {info.bank_id: info for info in await store.list_banks()}
-        assert not names(folder, "*.tmp") + names(folder, "*.dead")
-        verdicts = [verdict async for verdict in store.verify()]
-        assert all(verdict.ok for verdict in verdicts)
-        for name, bank_id in stored.items():
-            if name in deleted:
-                assert bank_id not in listed, f"{name} came back"
-            elif name not in deleting:
-                assert bank_id in listed, f"{name} was lost"
-                await check_restores(store, NAMED[name])
-                if name == "left" and "pinned left" in told and "deleting left" not in told:
-                    assert listed[bank_id].pinned or "deleted right" in told
-        persisted = await store.persist(LEFT.source())
-        assert persisted.detail == ""
-        await check_restores(store, LEFT)
-    rows = sqlite3.connect(folder / FINGERPRINT.hex()[:16] / "catalog.db")
-    named = {
-        f"{bank_id}.{base}.bank"
-        for bank_id, base in rows.execute("select bank_id, base from banks")
-    }
-    rows.close()
-    assert named == stored_names(folder)
-
-
-async def check_restores(store: Store, turns: Turns) -> None:
-    leases = await store.match(turns.query())
-    lease = next(each for each in leases if each.content.frontier == turns.frontier)
-    sink = MemorySink(PLAIN, turns.frontier)
-    await lease.load(turns.frontier, sink)
-    sink.assert_holds(MemorySource(PLAIN, turns.ids), turns.frontier, lease.content.held)
-    for each in leases:
-        each.release()
-
-
-def num_changes(folder: Path) -> list[str]:
-    files = DyingFiles()
-    asyncio.run(live(folder, files, void))
-    return files.operations
+LONG = bool(os.environ.get("DS4GRPC_LONG"))  # `make test-long`: every step
 
 
 @pytest.mark.slow
 def test_process_that_dies_at_any_step_leaves_a_good_folder(
     tmp_path: Path, no_blocking_calls: object
 ) -> None:
-    operations = num_changes(tmp_path / "whole")
+    files = DyingFiles()
+    asyncio.run(live(tmp_path / "whole", files, lambda line: None))
+    operations = files.operations
     assert {"create", "write", "sync_data", "rename", "sync_folder", "unlink"} <= set(operations)
-    told = run_until(tmp_path / "alive", 0)
-    assert told[-1] == "deleted left"
-    for deadline in range(1, len(operations) + 1, 1 if LONG else 9):
+    for deadline in range(1, len(operations) + 1, 1 if LONG else 11):
         folder = tmp_path / str(deadline)
-        asyncio.run(check(folder, run_until(folder, deadline)))
+        told = run_until(deadline, partial(live, folder))
+        asyncio.run(check(folder, told))
+
+
+def revisions() -> list[str]:
+    """Every revision that a catalog may be at, newest first; "" is a catalog that is missing."""
+    config = alembic.config.Config()
+    config.set_main_option("script_location", "ds4grpc:migrations")
+    scripts = alembic.script.ScriptDirectory.from_config(config)
+    return [script.revision for script in scripts.walk_revisions()][1:] + [""]
+
+
+def take_back(catalog: Path, revision: str) -> None:
+    """Brings a catalog to an older revision, rows in place."""
+    if not revision:
+        catalog.unlink()
+        return
+    config = alembic.config.Config()
+    config.set_main_option("script_location", "ds4grpc:migrations")
+    engine = sqlalchemy.create_engine(f"sqlite:///{catalog}", poolclass=sqlalchemy.NullPool)
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        alembic.command.downgrade(config, revision)
+
+
+def start_until(folder: Path, deadline: int) -> list[str]:
+    """Starts a store in a process that dies before its `deadline`-th statement or change; returns
+    them when it does not."""
+
+    async def start(files: DyingFiles, tell: Tell) -> None:
+        def count(*_: object) -> None:
+            files.before("statement", "")
+
+        sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", count)
+        sqlalchemy.event.listen(sqlalchemy.Engine, "commit", count)
+        async with Store(config_of(folder), Observed(), files):
+            for operation in list(files.operations):
+                tell(operation)
+
+    return run_until(deadline, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("revision", [*revisions(), "damaged"])
+def test_process_that_dies_at_any_step_of_a_migration_loses_no_bank(
+    tmp_path: Path, revision: str, no_blocking_calls: object
+) -> None:
+    async def put() -> None:
+        async with Store(config_of(tmp_path / "before"), Observed()) as store:
+            for turns in (STEM, LEFT, RIGHT):
+                assert (await store.persist(turns.source())).detail == ""
+            await store.pin(LEFT.bank_id)
+
+    asyncio.run(put())
+    catalog = catalog_of(tmp_path / "before")
+    if revision == "damaged":
+        catalog.write_bytes(b"no database" * 1000)
+    else:
+        take_back(catalog, revision)
+    told = ["stored stem", "stored left", "stored right", "pinned left"]
+
+    def start_copy(deadline: int) -> list[str]:
+        folder = tmp_path / str(deadline)
+        shutil.copytree(tmp_path / "before", folder)
+        steps = start_until(folder, deadline)
+        asyncio.run(check(folder, told))
+        return steps
+
+    steps = start_copy(0)
+    assert steps.count("statement") > 10
+    for deadline in range(1, len(steps) + 1, 1 if LONG else 6):
+        start_copy(deadline)
 
 
 class WatchingFiles(Files):
     """Counts the rows of the catalog ahead of each sync and rename in a folder of banks."""
 
     def __init__(self, folder: Path) -> None:
-        self.catalog = folder / FINGERPRINT.hex()[:16] / "catalog.db"
+        self.catalog = catalog_of(folder)
         self.steps: list[tuple[str, int]] = []
 
     def before(self, operation: str, path: str) -> None:
@@ -215,3 +182,34 @@ async def test_persist_on_a_failing_disk_is_lost_and_the_next_one_works(tmp_path
         if done:
             return
     pytest.fail("the persist never got through")
+
+
+async def test_delete_on_a_failing_disk_is_done_or_not_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
+    """One operation fails, each in its turn; then the disk is well again."""
+    for first in range(1, 30):
+        folder = tmp_path / str(first)
+        files = FailingFiles(first, (errno.EIO, errno.EROFS)[first % 2])
+        async with Store(config_of(folder), Observed(), files) as store:
+            await store.persist(STEM.source())
+            await store.persist(LEFT.source())
+            files.armed = True
+            try:
+                await store.delete(LEFT.bank_id)
+            except StoreFailed:
+                assert files.changes >= first
+            done = files.changes < first
+            files.armed = False
+            listed = {info.bank_id for info in await store.list_banks()}
+        async with Store(config_of(folder), Observed()) as store:
+            found = {info.bank_id for info in await store.list_banks()}
+            assert STEM.bank_id in found
+            assert found == listed, f"change {first}: another answer after a restart"
+            if LEFT.bank_id in found:
+                await store.delete(LEFT.bank_id)
+            assert names(folder, "*.dead") == names(folder, "*.tmp") == []
+            assert (await store.persist(LEFT.source())).detail == ""
+        if done:
+            return
+    pytest.fail("the delete never got through")
