@@ -189,6 +189,7 @@ class DeltaWriter:
         except BaseException:
             self._shelf.unreserve(entry.size_bytes)
             raise
+        self._supersede(nearest, entry)
         seconds = time.monotonic() - started
         self._shelf.observer.persisted(entry.reason, seconds, entry.size_bytes)
         log.info(
@@ -196,6 +197,12 @@ class DeltaWriter:
             *(entry.bank_id, entry.frontier, entry.base, entry.size_bytes, entry.reason, seconds),
         )
         return entry
+
+    def _supersede(self, nearest: Nearest, entry: Entry) -> None:
+        """Marks a bank that the new one holds whole without needing its file."""
+        old = self._shelf.index.get(nearest.bank_id)
+        if old is not None and nearest.shared == old.frontier and entry.parent_id != old.bank_id:
+            self._shelf.index.set_superseded(old)
 
     def _write_temp(self, plan: Plan, source: BankSource) -> None:
         folder = self._shelf.folder

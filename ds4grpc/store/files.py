@@ -122,6 +122,10 @@ class Files:
             offset += written
             view = view[written:]
 
+    def note(self, descriptor: int, data: bytes) -> None:
+        """Writes a few bytes that need not outlive the process at the file's start."""
+        os.pwrite(descriptor, data, 0)
+
     def read_into(self, descriptor: int, view: memoryview, offset: int, path: str) -> int:
         """Fills `view` from `offset`; returns the bytes read, fewer only at the file's end."""
         self.before("read", path)

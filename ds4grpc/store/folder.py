@@ -1,8 +1,10 @@
 """The folder of one fingerprint: its names, its lock, and the steps by which files come and go.
 
+    cap.lock                      held while a process takes room below the shared cap
     <folder>/                     one for each model that shares the folder
       catalog.db  -wal  -shm      the index; rebuilt from the files when it is lost
-      lock                        held for as long as a process owns the folder
+      lock                        held for as long as a process owns the folder; says how many
+                                  bytes it may still write, so that others count them
       ab/<bank id>.<base>.bank    banks, in 256 folders by the id's first two digits
       ab/<bank id>.pin            the bank is pinned
       ab/<bank id>.hidden         the bank is deleted, its rows are needed by children
@@ -18,7 +20,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ds4grpc.errors import StoreDisabled
@@ -30,6 +34,12 @@ log = logging.getLogger(__name__)
 MAX_QUARANTINED_FILES = 16  # enough to look into a fault, little beside any cap
 _CATALOG_NAMES = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
 _ASIDE_SUFFIX = ".bad-"
+_LOCK_NAME = "lock"
+_CAP_LOCK_SECONDS = 5.0  # others hold it for as long as evicting takes
+_CAP_LOCK_PAUSE_SECONDS = 0.005
+# A folder's time of change is as coarse as the kernel's tick: what changed just now may change
+# again without its time moving.
+_SETTLED_SECONDS = 1.0
 _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _FINGERPRINT_NAME = re.compile("[0-9a-f]{16}")
 
@@ -69,6 +79,8 @@ class Folder:
         self._lock: int | None = None
         self.new_bytes = 0  # of folders made since the last scan
         self._shards: set[str] = set()  # known to be there
+        # Other models' folders of files: time of change and bytes of what is in them.
+        self._foreign: dict[str, tuple[float, int]] = {}
 
     def open(self) -> None:
         """Makes the folder and takes its lock. Raises StoreDisabled with the reason."""
@@ -78,7 +90,7 @@ class Folder:
             self.files.restrict_folder(self.path)
             self.files.sync_folder(self.root)
             self.files.make_folder(self.quarantine_path)
-            self._lock = self.files.lock(os.path.join(self.path, "lock"))
+            self._lock = self.files.lock(os.path.join(self.path, _LOCK_NAME))
         except BlockingIOError as error:
             raise StoreDisabled(
                 f"another process owns the bank folder {self.path}; stop it, choose another "
@@ -95,6 +107,10 @@ class Folder:
     def close(self) -> None:
         """Gives the lock back; idempotent."""
         if self._lock is not None:
+            try:
+                self.claim(0)
+            except OSError as error:  # others count too much until the next start
+                log.warning("claim of the bank folder stays error=%s", error)
             self.files.close(self._lock)
             self._lock = None
 
@@ -300,22 +316,79 @@ class Folder:
                 found.hidden.add(stem)
             found.other_bytes += seen.size_on_disk_bytes
 
-    def foreign_bytes(self) -> int:
-        """What other models' folders under the root occupy: all share one cap."""
-        total = 0
-        pending = [
-            os.path.join(self.root, seen.name)
-            for seen in self.files.scan(self.root)
-            if seen.is_folder and _FINGERPRINT_NAME.fullmatch(seen.name)
-        ]
-        pending.remove(self.path)
+    @contextmanager
+    def cap_lock(self) -> Iterator[None]:
+        """Keeps other processes from taking room below the shared cap. Raises OSError."""
+        deadline = time.monotonic() + _CAP_LOCK_SECONDS
+        while True:
+            try:
+                lock = self.files.lock(os.path.join(self.root, "cap.lock"))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_CAP_LOCK_PAUSE_SECONDS)
+        try:
+            yield
+        finally:
+            self.files.close(lock)
+
+    def claim(self, num_bytes: int) -> None:
+        """Tells the other owners what this one may write beyond what they see. Raises OSError."""
+        assert self._lock is not None
+        self.files.note(self._lock, b"%020d" % num_bytes)
+
+    def foreign_bytes(self) -> tuple[int, int]:
+        """What everything but this folder occupies under the root, and what other owners may
+        still write: all share one cap.
+
+        Files of banks do not change their size, so a folder of them is read again only when its
+        names have changed.
+        """
+        total = claimed = 0
+        pending = [self.root]
         while pending:
             folder = pending.pop()
             for seen in self.files.scan(folder):
+                path = os.path.join(folder, seen.name)
+                if path == self.path:
+                    continue
                 total += seen.size_on_disk_bytes
-                if seen.is_folder:
-                    pending.append(os.path.join(folder, seen.name))
-        return total
+                if seen.is_file and seen.name == _LOCK_NAME:
+                    claimed += self._claimed(path)
+                if not seen.is_folder:
+                    continue
+                if not _SHARD_NAME.fullmatch(seen.name):
+                    pending.append(path)
+                else:
+                    total += self._shard_bytes(path, seen.modified_at)
+        return total, claimed
+
+    def _shard_bytes(self, path: str, modified_at: float) -> int:
+        known = self._foreign.get(path)
+        if known is not None and known[0] == modified_at:
+            return known[1]
+        num_bytes = sum(seen.size_on_disk_bytes for seen in self.files.scan(path))
+        if time.time() - modified_at > _SETTLED_SECONDS:
+            self._foreign[path] = (modified_at, num_bytes)
+        else:
+            self._foreign.pop(path, None)
+        return num_bytes
+
+    def _claimed(self, path: str) -> int:
+        """What the owner of a lock file says; nothing when it says nothing sensible."""
+        try:
+            descriptor = self.files.open_read(path)
+        except OSError:
+            return 0
+        text = bytearray(20)
+        try:
+            self.files.read_into(descriptor, memoryview(text), 0, path)
+        except OSError:
+            return 0
+        finally:
+            self.files.close(descriptor)
+        return int(text) if text.isdigit() else 0
 
     def _mark(self, bank_id: str, suffix: str) -> None:
         path = os.path.join(self.path, bank_id[:2], bank_id + suffix)

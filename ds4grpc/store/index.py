@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from ds4grpc.bank import PersistReason, RecordKind, Trust
 from ds4grpc.layout import Spans
 
-# A hit counts half as much after six hours. With hits * 2^(-age / 6 h), banks rank by
-# log2(hits) * 6 h + time of last use: an order that does not change as time passes.
+# A hit counts half as much after six hours, or after as much has been evicted as is stored: so a
+# dead favourite goes in the end, on an idle machine as on a busy one. Evictions make the index's
+# own clock run ahead. With 1 + heat at some time, banks rank by time + log2(1 + heat) * 6 h: an
+# order that does not change as time passes.
 HIT_HALF_LIFE_SECONDS = 6 * 3600.0
+_NEVER_AGAIN = 1e15  # seconds; what is useless goes before all that is not
 
 
 @dataclass(slots=True)
@@ -43,12 +46,23 @@ class Entry:
     hidden: bool = False  # deleted, its rows still needed by children
     verified_at: float | None = None
     ttl_seconds: float | None = None
+    superseded: bool = False  # another chain holds all its tokens
+    heat: float = 0.0  # hits as they counted at `heated_at`, on the index's clock
+    heated_at: float = 0.0
     children: dict[str, None] = field(default_factory=dict)  # ids, most recently used last
 
     @property
     def worth(self) -> float:
-        """What is smallest goes first."""
-        return self.last_used_at + HIT_HALF_LIFE_SECONDS * math.log2(1 + self.hits)
+        """What is smallest goes first; without hits, the older one."""
+        worth = self.heated_at + HIT_HALF_LIFE_SECONDS * math.log2(1 + self.heat)
+        return worth - _NEVER_AGAIN if self.superseded or self.hidden else worth
+
+    def warm(self, gain: float, at: float) -> None:
+        """Counts a use at `at`, on the index's clock."""
+        newest = max(at, self.heated_at)
+        self.heat *= 2 ** ((self.heated_at - newest) / HIT_HALF_LIFE_SECONDS)
+        self.heat += gain * 2 ** ((at - newest) / HIT_HALF_LIFE_SECONDS)
+        self.heated_at = newest
 
     def is_expired(self, now: float) -> bool:
         """Whether its time to live is over; a pin outweighs it."""
@@ -91,8 +105,10 @@ class Move:
 class Index:
     """Every entry, by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_token: float = 0.0) -> None:
         self.num_bytes = 0  # of all files
+        self._bytes_per_token = bytes_per_token  # of rows; 0: all files count as equally dense
+        self._ahead_seconds = 0.0  # of the index's clock
         # Few of very many, which nobody may look for one by one on the event loop.
         self._pinned: set[str] = set()
         self._hidden: set[str] = set()
@@ -127,6 +143,9 @@ class Index:
         assert entry.bank_id not in self._entries
         self._entries[entry.bank_id] = entry
         self.num_bytes += entry.size_bytes
+        if not entry.heated_at:
+            entry.heated_at = entry.last_used_at + self._ahead_seconds
+            entry.heat = entry.hits * self._density(entry)
         if entry.hidden:
             self._hidden.add(entry.bank_id)
         if entry.pinned:
@@ -134,7 +153,10 @@ class Index:
         if entry.ttl_seconds is not None:
             self.mortal.add(entry.bank_id)
         if entry.parent_id:
-            self._entries[entry.parent_id].children[entry.bank_id] = None
+            parent = self._entries[entry.parent_id]
+            if parent.children:  # a branch more: the rows below it are shared
+                self._warm_chain(parent, entry.heated_at)
+            parent.children[entry.bank_id] = None
         if not entry.children:
             self._push(entry)
 
@@ -176,6 +198,12 @@ class Index:
     def set_hidden(self, entry: Entry, *, hidden: bool) -> None:
         entry.hidden = hidden
         _put(self._hidden, entry.bank_id, hidden)
+        self._push(entry)
+
+    def set_superseded(self, entry: Entry) -> None:
+        """Another chain holds all its tokens."""
+        entry.superseded = True
+        self._push(entry)
 
     def set_ttl(self, entry: Entry, ttl_seconds: float | None) -> None:
         entry.ttl_seconds = ttl_seconds
@@ -187,7 +215,20 @@ class Index:
         parent = self._entries.get(entry.parent_id)
         if parent is not None:
             parent.children[entry.bank_id] = parent.children.pop(entry.bank_id)
+        self._warm_chain(entry, now + self._ahead_seconds)
         self._push(entry)
+
+    def _warm_chain(self, entry: Entry, at: float) -> None:
+        """Counts a use of a bank and of those whose rows it needs."""
+        for each in self.chain(entry):
+            each.warm(self._density(each), at)
+
+    def _density(self, entry: Entry) -> float:
+        """Tokens that a hit saves by its file, for the bytes it takes: 1 where all are rows."""
+        if not self._bytes_per_token:
+            return 1.0
+        rows_bytes = (entry.frontier - entry.base) * self._bytes_per_token
+        return min(1.0, rows_bytes / entry.size_bytes)
 
     def chain(self, entry: Entry) -> list[Entry]:
         """The banks whose files hold its rows, root first, itself last."""
@@ -242,6 +283,7 @@ class Index:
         for pair in held_back:
             heapq.heappush(self._leaves, pair)
         if victim is not None:
+            self._ahead_seconds += HIT_HALF_LIFE_SECONDS * victim.size_bytes / self.num_bytes
             self.remove(victim)
         return victim
 

@@ -22,7 +22,7 @@ class StoreObserver(Protocol):
         """`result`: ok, or the kind of a BankCorrupt."""
 
     def evicted(self, reason: str) -> None:
-        """`reason`: lru or expired."""
+        """`reason`: lru, superseded or expired."""
 
     def catalog(self, op: str, seconds: float) -> None:
         """`op`: lookup, publish, update, delete, list or rescan."""

@@ -55,12 +55,16 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     """
     rows = {entry.bank_id: entry for entry in known}
     found = await shelf.run(shelf.folder.scan)
-    await shelf.run(shelf.folder.sweep, found.stale)
+    if found.stale:
+        await shelf.run(shelf.folder.sweep, found.stale)
+        found = await shelf.run(shelf.folder.scan)  # what could not be removed still counts
     result = await shelf.run(_sort, rows, found)
     adopted = await _adopt_all(shelf, form, result)
     for kind in result.faults:
         shelf.observer.restored(kind, 0.0, 0)
-    index, orphans = await shelf.run(_family, [*result.kept, *adopted], found)
+    index, orphans = await shelf.run(
+        _family, [*result.kept, *adopted], found, form.layout.bytes_per_token
+    )
     shelf.index = index
     shelf.version += 1
     shelf.other_bytes = found.other_bytes
@@ -176,9 +180,11 @@ def _read(
     return entry, bank_marks(header.namespace, content.ids, content.records, header.base)
 
 
-def _family(entries: list[Entry], found: Found) -> tuple[Index, list[Entry]]:
+def _family(
+    entries: list[Entry], found: Found, bytes_per_token: float
+) -> tuple[Index, list[Entry]]:
     """The index of all banks whose whole chain is there, and those whose is not."""
-    index = Index()
+    index = Index(bytes_per_token)
     orphans: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.base):  # a parent's base is lower
         parent = index.get(entry.parent_id) if entry.parent_id else None

@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -63,7 +64,8 @@ class Shelf:
         self.threads = threads
         self._catalog: Catalog | None = None
         self._catalog_bytes = 0
-        self._foreign_bytes = 0  # of the other models' folders
+        self._foreign_bytes = 0  # of the other models' folders, and of files nobody knows of
+        self._claimed_bytes = 0  # what their owners may still write
         self._quarantine_bytes = 0
         self._reserved_bytes = 0  # of temp files
         # (bank id, base, bytes) of files whose place others have taken, children first; they
@@ -135,7 +137,8 @@ class Shelf:
 
     async def measure_foreign(self) -> None:
         """Looks again at the other models' folders. Raises OSError."""
-        self._foreign_bytes = await self.run(self.folder.foreign_bytes)
+        measured = await self.run(self.folder.foreign_bytes)
+        self._foreign_bytes, self._claimed_bytes = measured
 
     async def reserve(self, num_bytes: int) -> None:
         """Takes bytes out of the budget, evicting what is worth least; give them back with
@@ -144,16 +147,39 @@ class Shelf:
         Never evicts a pinned or leased bank. Evicts nothing at all when that would
         not be enough. Raises StoreFull, OSError.
         """
-        await self.measure()
-        async with self.changes:
-            over = self.disk_bytes + num_bytes + self._slack_bytes - self.quota_bytes
-            if over > 0 and self._quarantine_bytes:
+        async with self.changes, self._cap():
+            await self.measure()
+            await self.measure_foreign()
+            if self._over(num_bytes) > 0 and self._quarantine_bytes:
                 await self.run(self.folder.trim_quarantine, 0)
                 await self.measure()
-                over = self.disk_bytes + num_bytes + self._slack_bytes - self.quota_bytes
-            if over > 0:
-                await self._evict(over)
+            if self._over(num_bytes) > 0:
+                await self._evict(self._over(num_bytes))
             self._reserved_bytes += num_bytes
+            try:
+                await self.claim()
+            except OSError:
+                self._reserved_bytes -= num_bytes
+                raise
+
+    def _over(self, num_bytes: int) -> int:
+        """By how much the cap would be passed with so much more."""
+        due = self.disk_bytes + self._claimed_bytes + self._slack_bytes + num_bytes
+        return due - self.quota_bytes
+
+    @asynccontextmanager
+    async def _cap(self) -> AsyncIterator[None]:
+        """The room below the cap is this process's to take. Raises OSError."""
+        cap = self.folder.cap_lock()
+        await self.run(cap.__enter__)
+        try:
+            yield
+        finally:
+            cap.__exit__(None, None, None)
+
+    async def claim(self) -> None:
+        """Lets the other models' servers know what is still to be written. Raises OSError."""
+        await self.run(self.folder.claim, self._reserved_bytes + self._slack_bytes)
 
     async def make_room(self, num_bytes: int) -> None:
         """Evicts that many bytes, or what can be. Raises StoreFull when files cannot be removed."""
@@ -164,11 +190,10 @@ class Shelf:
     async def fit(self) -> None:
         """Comes down to the cap, or as near as can be. Raises StoreFull, OSError."""
         await self.measure()
-        over = self.disk_bytes + self._slack_bytes - self.quota_bytes
-        if over > 0:
+        if self._over(0) > 0:
             await self.run(self.folder.trim_quarantine, 0)
             await self.measure()
-            await self.make_room(self.disk_bytes + self._slack_bytes - self.quota_bytes)
+            await self.make_room(self._over(0))
         if self.disk_bytes > self.quota_bytes:
             log.warning(
                 "bank folder over its cap bytes=%d cap_bytes=%d", self.disk_bytes, self.quota_bytes
@@ -181,7 +206,8 @@ class Shelf:
         if free < num_bytes:
             raise StoreFull(
                 f"the disk cap of {self.quota_bytes} bytes has no room: {num_bytes} more are "
-                f"needed and {free} can be evicted; raise --kv-disk-space-mb or unpin banks",
+                f"needed, {free} can be evicted, other models and files have "
+                f"{self._foreign_bytes}; raise --kv-disk-space-mb or unpin banks",
                 metadata={"quota_bytes": str(self.quota_bytes)},
             )
         victims: list[Entry] = []
@@ -190,10 +216,11 @@ class Shelf:
             victims.append(victim)
             freed += victim.size_bytes
         for victim in victims:
-            self.observer.evicted("lru")
+            reason = "superseded" if victim.superseded or victim.hidden else "lru"
+            self.observer.evicted(reason)
             log.info(
-                "bank evicted bank=%s tokens=%d bytes=%d hits=%d reason=lru",
-                *(victim.bank_id, victim.frontier, victim.size_bytes, victim.hits),
+                "bank evicted bank=%s tokens=%d bytes=%d hits=%d reason=%s",
+                *(victim.bank_id, victim.frontier, victim.size_bytes, victim.hits, reason),
             )
         if await self._bury(victims):
             raise StoreFull("evicted files could not be removed; nothing more is written")
@@ -241,7 +268,7 @@ class Shelf:
     async def has_room(self, num_bytes: int) -> bool:
         """Whether so much fits below the cap as things are. Raises OSError."""
         await self.measure()
-        return self.disk_bytes + num_bytes + self._slack_bytes <= self.quota_bytes
+        return self._over(num_bytes) <= 0
 
     async def switch(self, moves: Sequence[tuple[Move, Sequence[Mark]]], gone: list[str]) -> None:
         """Makes written temp files (their bytes reserved) the files of banks that have others.

@@ -138,6 +138,10 @@ class Store:
             await self._shelf.run(self._folder.open)
             await self._tasks.finish(self._open_catalog())
             opening.push_async_callback(self._close_catalog)
+            try:
+                await self._shelf.claim()
+            except OSError as error:
+                raise self._unusable(error) from error
             self._finder = Finder(self._shelf, self._form, self._tasks)
             self._pace = Pace(self._config.write_bytes_per_second)
             self._writer = DeltaWriter(
@@ -168,10 +172,13 @@ class Store:
                 log.warning("catalog set aside and rebuilt file=%s error=%s", aside, error)
                 await self._read_catalog()
         except (OSError, CatalogError) as error:
-            raise StoreDisabled(
-                f"the bank folder {self._folder.path} cannot be used: {error}",
-                reason="STORE_FOLDER_UNUSABLE",
-            ) from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> StoreDisabled:
+        return StoreDisabled(
+            f"the bank folder {self._folder.path} cannot be used: {error}",
+            reason="STORE_FOLDER_UNUSABLE",
+        )
 
     async def _read_catalog(self) -> None:
         """Raises OSError, CatalogError; then the catalog is closed again."""
@@ -223,6 +230,7 @@ class Store:
                 await self._shelf.flush()
                 await self._shelf.bury_retired()
                 await self._shelf.trim_log()
+                await self._shelf.claim()
                 if time.monotonic() >= foreign_at:
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
                     await self._shelf.measure_foreign()

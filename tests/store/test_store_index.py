@@ -59,7 +59,45 @@ def test_hit_is_worth_six_hours_and_fades() -> None:
     index.used(hit, 0.0)
     assert hit.worth > fresh.worth
     newer = entry(3, last_used_at=HIT_HALF_LIFE_SECONDS + 1)
+    index.add(newer)
     assert hit.worth < newer.worth
+
+
+def test_hit_fades_as_others_are_evicted() -> None:
+    """A favourite that nobody asks for any more goes, however little time passes."""
+    favourite = entry(1, last_used_at=0.0)
+    index = index_of(favourite)
+    for second in range(8):
+        index.used(favourite, float(second))
+    for number in range(2, 200):
+        index.add(entry(number, last_used_at=10.0))
+        if number > 10:
+            victim = index.pop_victim(())
+            assert victim is not None
+            if victim is favourite:
+                assert number > 20  # not at once
+                return
+    raise AssertionError("the favourite stays for ever")
+
+
+def test_superseded_bank_goes_first() -> None:
+    index = index_of(*(entry(number, last_used_at=number) for number in range(5)))
+    newest = index.get(f"{4:032x}")
+    assert newest is not None
+    index.set_superseded(newest)
+    assert index.pop_victim(()) is newest
+
+
+def test_bank_whose_bytes_are_mostly_rows_outlives_one_whose_are_not() -> None:
+    """Both have been used alike; a hit on the first saves more for each byte it takes."""
+    index = Index(bytes_per_token=1.0)
+    dense, sparse = (entry(number, last_used_at=1.0) for number in (1, 2))
+    dense.size_bytes, sparse.size_bytes = dense.frontier, 20 * sparse.frontier
+    for each in (sparse, dense):
+        index.add(each)
+        for _ in range(3):
+            index.used(each, 2.0)
+    assert index.pop_victim(()) is sparse
 
 
 def test_victim_is_neither_pinned_nor_spared() -> None:
