@@ -36,6 +36,7 @@ from ds4grpc.engine.request import (
     Finished,
     GenerationRequest,
     OutputOptions,
+    RequestKey,
     Sampling,
     Started,
     Stopping,
@@ -277,26 +278,26 @@ class Rig:
         assert cold.started.admission is Admission.COLD
         return cold.ids
 
-    def phase(self, request_id: str) -> Phase:
+    def phase(self, key: RequestKey) -> Phase:
         """Where a sequence stands; engine thread."""
-        sequence = self.core._find(request_id)
+        sequence = self.core._find(key)
         return Phase.ENDED if sequence is None else sequence.phase
 
-    def is_planning(self, request_id: str) -> bool:
-        return self.phase(request_id) is Phase.PLANNING
+    def is_planning(self, key: RequestKey) -> bool:
+        return self.phase(key) is Phase.PLANNING
 
-    async def forgotten(self, request_id: str) -> None:
+    async def forgotten(self, key: RequestKey) -> None:
         """Waits until another request may have the id."""
-        await eventually(lambda: request_id not in self.engine._live)
+        await eventually(lambda: key not in self.engine._live)
 
-    def is_paused(self, request_id: str) -> bool:
+    def is_paused(self, key: RequestKey) -> bool:
         """Whether a sequence waits for its reader; engine thread."""
-        sequence = self.core._find(request_id)
+        sequence = self.core._find(key)
         return sequence is not None and sequence.paused
 
-    async def generated(self, request_id: str) -> int:
+    async def generated(self, key: RequestKey) -> int:
         """Tokens that a running sequence has sampled."""
-        sequence = await self.engine.ask(lambda: self.core._find(request_id))
+        sequence = await self.engine.ask(lambda: self.core._find(key))
         assert sequence is not None
         return sequence.generated
 

@@ -51,6 +51,7 @@ from ds4grpc.engine.request import (
     FinishReason,
     FirstToken,
     Progress,
+    RequestKey,
 )
 from ds4grpc.engine.reuse import Rates, ResidentBank
 from ds4grpc.engine.runner import Runner
@@ -203,7 +204,7 @@ class Core:
             case Stop():
                 self._stopped = True
             case _:
-                sequence = self._find(message.request_id)
+                sequence = self._find(message.key)
                 if sequence is None:
                     if isinstance(message, Planned):
                         refuse(message)
@@ -240,10 +241,10 @@ class Core:
             if isinstance(source, Slot):
                 sequence.copied = source.content()
                 target = placement.slot.memory
-                self._up.append(WantCopy(sequence.request_id, source.memory, target, base))
+                self._up.append(WantCopy(sequence.key, source.memory, target, base))
             else:
                 sink = SlotSink(placement.slot.memory)
-                self._up.append(WantLoad(sequence.request_id, source, base, sink))
+                self._up.append(WantLoad(sequence.key, source, base, sink))
 
     def _planned(self, sequence: Sequence, message: Planned) -> None:
         # An id may serve a new request before the lookup of one that was cancelled ends.
@@ -290,7 +291,7 @@ class Core:
         sequence.slot = None
         self._running.remove(sequence)
         if sequence.error is not None:
-            self._up.append(End(sequence.request_id, sequence.error))
+            self._up.append(End(sequence.key, sequence.error))
         elif sequence.finish is not None:
             self._end_well(sequence, bank="")
         else:
@@ -469,7 +470,7 @@ class Core:
         sequence.reply = sequence.parser.reply(received)
         self._up.append(
             WantRecords(
-                sequence.request_id,
+                sequence.key,
                 sequence.request.prompt,
                 sequence.reply,
                 slot.content(),
@@ -510,7 +511,7 @@ class Core:
         finished = sequence.finished(bank)
         log.info(lines.finish(sequence.request_id, finished))
         self._emit(sequence, finished)
-        self._up.append(End(sequence.request_id))
+        self._up.append(End(sequence.key))
 
     def _fail(self, sequence: Sequence, error: Ds4grpcError) -> None:
         """Ends a sequence with an error; finished chunks of its bank stay."""
@@ -518,7 +519,7 @@ class Core:
             sequence.error = error  # the slot is being filled by another thread: that ends first
             return
         sequence.phase = Phase.ENDED
-        self._up.append(End(sequence.request_id, error))  # it is told even if the rest has a bug
+        self._up.append(End(sequence.key, error))  # it is told even if the rest has a bug
         drop_plan(sequence)
         self._intake.remove(sequence)
         if sequence in self._running:
@@ -568,13 +569,13 @@ class Core:
 
     # 6) Small things
 
-    def _find(self, request_id: str) -> Sequence | None:
+    def _find(self, key: RequestKey) -> Sequence | None:
         live = (*self._running, *self._intake)
-        return next((s for s in live if s.request_id == request_id), None)
+        return next((s for s in live if s.key == key), None)
 
     def _emit(self, sequence: Sequence, event: Event) -> None:
         if not sequence.gone:
-            self._up.append(Emit(sequence.request_id, event))
+            self._up.append(Emit(sequence.key, event))
 
     def _bank_id(self, namespace: bytes, ids: Ids) -> str:
         return bank_id(namespace, self._options.fingerprint, ids)

@@ -49,6 +49,7 @@ from ds4grpc.engine.request import (
     Finished,
     GenerationRequest,
     Progress,
+    RequestKey,
     Started,
 )
 from ds4grpc.engine.reuse import Lookup, Plan, rank
@@ -177,8 +178,8 @@ class TorchEngine:
         self._limits = limits
         self._store = store
         self._workers = workers
-        self._streams: dict[str, _Stream] = {}
-        self._live: set[str] = set()  # ids that the engine thread still has
+        self._streams: dict[RequestKey, _Stream] = {}
+        self._live: set[RequestKey] = set()  # those that the engine thread still has
         self._recent: deque[GenerationInfo] = deque(maxlen=_RECENT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -200,8 +201,8 @@ class TorchEngine:
         self._check(request)
         info = GenerationInfo(request.request_id, request.tenant, time.time())
         stream = _Stream(info)
-        self._streams[request.request_id] = stream
-        self._live.add(request.request_id)
+        self._streams[request.key] = stream
+        self._live.add(request.key)
         self._core.post(Submit(request))
         try:
             while True:
@@ -209,7 +210,7 @@ class TorchEngine:
                     event = stream.events.popleft()
                     if stream.paused and len(stream.events) <= _STREAM_LOW:
                         stream.paused = False
-                        self._core.post(Pause(request.request_id, paused=False))
+                        self._core.post(Pause(request.key, paused=False))
                     yield event
                 if stream.ended:
                     break
@@ -220,19 +221,19 @@ class TorchEngine:
             info.code = "OK"
         finally:
             if not stream.ended:
-                self._core.post(Cancel(request.request_id, gone=True))
+                self._core.post(Cancel(request.key, gone=True))
                 info.code = "CANCELLED"
             elif stream.error is not None:
                 info.code = stream.error.reason
             info.state = "ended"
-            self._streams.pop(request.request_id, None)
+            self._streams.pop(request.key, None)
             self._recent.append(info)
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuses what can never run, and what there is no place for now."""
         if self._draining:
             raise Draining("the server is stopping; retry with another one or later")
-        if request.request_id in self._live:
+        if request.key in self._live:
             raise InvalidRequest(
                 f"request_id {request.request_id!r} is already running",
                 field="request_id",
@@ -283,12 +284,12 @@ class TorchEngine:
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """Ends a generation of `tenant` with finished{CANCELLED}. Raises GenerationNotFound."""
-        stream = self._streams.get(request_id)
-        if stream is None or stream.info.tenant != tenant:
+        key = (tenant, request_id)
+        if key not in self._streams:
             raise GenerationNotFound(
                 f"no running or queued generation has the request_id {request_id!r}"
             )
-        self._core.post(Cancel(request_id, gone=False))
+        self._core.post(Cancel(key, gone=False))
 
     def generations(self, tenant: str) -> list[GenerationInfo]:
         """Running, queued, then ended generations of `tenant`, newest first within each."""
@@ -312,11 +313,11 @@ class TorchEngine:
     def _dispatch(self, messages: list[Up]) -> None:
         for message in messages:
             match message:
-                case Emit(request_id=request_id, event=event):
-                    self._push(request_id, event)
-                case End(request_id=request_id, error=error):
-                    self._live.discard(request_id)
-                    stream = self._streams.get(request_id)
+                case Emit(key=key, event=event):
+                    self._push(key, event)
+                case End(key=key, error=error):
+                    self._live.discard(key)
+                    stream = self._streams.get(key)
                     if stream is not None and not stream.ended:
                         stream.ended, stream.error = True, error
                         stream.arrived.set()
@@ -337,8 +338,8 @@ class TorchEngine:
                     if self._store is not None:
                         self._spawn(self._store.quarantine(bank_id, detail))
 
-    def _push(self, request_id: str, event: Event) -> None:
-        stream = self._streams.get(request_id)
+    def _push(self, key: RequestKey, event: Event) -> None:
+        stream = self._streams.get(key)
         if stream is None:
             return
         info = stream.info
@@ -354,7 +355,7 @@ class TorchEngine:
         stream.arrived.set()
         if len(stream.events) >= _STREAM_FULL and not stream.paused:
             stream.paused = True
-            self._core.post(Pause(request_id, paused=True))
+            self._core.post(Pause(key, paused=True))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -425,7 +426,7 @@ class TorchEngine:
             log.exception("a restore failed")
             failure = BankCorrupt("the bank could not be read", kind="io")
         seconds = time.monotonic() - began
-        self._core.post(Loaded(want.request_id, read_bytes, seconds, failure))
+        self._core.post(Loaded(want.key, read_bytes, seconds, failure))
 
     async def _copy(self, want: WantCopy) -> None:
         began = time.monotonic()
@@ -435,7 +436,7 @@ class TorchEngine:
         except Exception:
             log.exception("a fork failed")
             failure = EngineFailed("copying the bank failed; see the server's log")
-        self._core.post(Loaded(want.request_id, 0, time.monotonic() - began, failure))
+        self._core.post(Loaded(want.key, 0, time.monotonic() - began, failure))
 
     async def _build(self, want: WantRecords) -> None:
         """Builds a turn's records. A failure costs the next turn's reuse, not this reply."""
@@ -443,10 +444,10 @@ class TorchEngine:
             records, outcome = await self._in_worker(
                 self._prompts.build, want.prompt, want.reply, want.content, want.waypoints
             )
-            self._core.post(Built(want.request_id, records, outcome))
+            self._core.post(Built(want.key, records, outcome))
         except Exception:
             log.exception("building a turn's records failed")
-            self._core.post(Built(want.request_id, (), "failed"))
+            self._core.post(Built(want.key, (), "failed"))
 
     async def _write(self, want: WantWrite) -> None:
         persisted = await self._persist(want)
@@ -559,7 +560,7 @@ class TorchEngine:
         stream.ended = True
         stream.error = Draining("the server is stopping; retry with another one or later")
         stream.arrived.set()
-        self._core.post(Cancel(stream.info.request_id, gone=True))
+        self._core.post(Cancel((stream.info.tenant, stream.info.request_id), gone=True))
 
 
 def _copy_rows(target: SlotMemory, source: SlotMemory, num_tokens: int) -> None:

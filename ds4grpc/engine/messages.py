@@ -13,7 +13,7 @@ from ds4grpc.bank import BankContent, Record, Waypoint
 from ds4grpc.chat.prompt import Prompt, Reply
 from ds4grpc.engine.banks import BankSource, Persisted, RowSink, StoredBank
 from ds4grpc.engine.memory import SlotMemory
-from ds4grpc.engine.request import Event, GenerationRequest
+from ds4grpc.engine.request import Event, GenerationRequest, RequestKey
 from ds4grpc.engine.reuse import Plan, Rates, ResidentBank
 from ds4grpc.errors import Ds4grpcError
 
@@ -34,15 +34,15 @@ class Planned:
     error: Ds4grpcError | None = None
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def key(self) -> RequestKey:
+        return self.request.key
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A slot's rows are in place, or are not (`error`)."""
 
-    request_id: str
+    key: RequestKey
     read_bytes: int
     seconds: float
     error: Ds4grpcError | None = None
@@ -52,7 +52,7 @@ class Loaded:
 class Built:
     """A finished turn's records. `outcome` is `built`, `prompt`, `unsound` or `failed`."""
 
-    request_id: str
+    key: RequestKey
     records: tuple[Record, ...]
     outcome: str
 
@@ -61,7 +61,7 @@ class Built:
 class Cancel:
     """Ends a sequence. `gone`: nobody reads its stream; else it gets finished{CANCELLED}."""
 
-    request_id: str
+    key: RequestKey
     gone: bool
 
 
@@ -69,7 +69,7 @@ class Cancel:
 class Pause:
     """A slow reader's buffer is full (or has room again)."""
 
-    request_id: str
+    key: RequestKey
     paused: bool
 
 
@@ -111,7 +111,7 @@ Down = Submit | Planned | Loaded | Built | Cancel | Pause | Wrote | Ask | WhenQu
 class Emit:
     """An event for a request's stream."""
 
-    request_id: str
+    key: RequestKey
     event: Event
 
 
@@ -119,7 +119,7 @@ class Emit:
 class End:
     """A request's stream ends here, with `error` or well."""
 
-    request_id: str
+    key: RequestKey
     error: Ds4grpcError | None = None
 
 
@@ -139,7 +139,7 @@ class WantPlan:
 class WantLoad:
     """Fill a slot with the rows of a stored bank."""
 
-    request_id: str
+    key: RequestKey
     bank: StoredBank
     position: int
     sink: RowSink
@@ -149,7 +149,7 @@ class WantLoad:
 class WantCopy:
     """Fill a slot with the rows of another slot."""
 
-    request_id: str
+    key: RequestKey
     source: SlotMemory
     target: SlotMemory
     num_tokens: int
@@ -162,7 +162,7 @@ class WantRecords:
     `waypoints` are inherited from the match, with offsets in the prompt's text.
     """
 
-    request_id: str
+    key: RequestKey
     prompt: Prompt
     reply: Reply
     content: BankContent

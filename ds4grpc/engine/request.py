@@ -66,6 +66,10 @@ class OutputOptions:
     progress: bool = False
 
 
+RequestKey = tuple[str, str]
+"""(tenant, request id): ids are each tenant's own, and say nothing to another."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One checked request. `arrival` and `deadline` are time.monotonic() seconds."""
@@ -79,6 +83,10 @@ class GenerationRequest:
     output: OutputOptions
     arrival: float
     deadline: float | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.tenant, self.request_id)
 
 
 @dataclass(frozen=True, slots=True)

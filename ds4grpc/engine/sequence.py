@@ -21,6 +21,7 @@ from ds4grpc.engine.request import (
     Finished,
     FinishReason,
     GenerationRequest,
+    RequestKey,
     Started,
     StepLogprobs,
     Timings,
@@ -106,6 +107,10 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request.key
 
     @staticmethod
     def of(request: GenerationRequest, tokenizer: Tokenizer, max_context: int) -> Sequence:

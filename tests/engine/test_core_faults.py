@@ -220,14 +220,14 @@ async def test_id_of_a_cancelled_request_serves_another_one_at_once(tiny: TinyMo
         with ExitStack() as held:
             first_lookup = held.enter_context(rig.workers_held())
             task = asyncio.create_task(rig.answer(follows))
-            await rig.until(lambda: rig.is_planning("same"))
+            await rig.until(lambda: rig.is_planning(("", "same")))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await rig.forgotten("same")
+            await rig.forgotten(("", "same"))
             held.enter_context(rig.workers_held())
             task = asyncio.create_task(rig.answer(other))
-            await rig.until(lambda: rig.is_planning("same"))
+            await rig.until(lambda: rig.is_planning(("", "same")))
             first_lookup.set()  # its result comes while the other one waits for its own
             await asyncio.sleep(0.05)
         answer = await task

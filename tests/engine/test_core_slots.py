@@ -156,11 +156,11 @@ async def test_slow_reader_pauses_its_own_row_only(
         whole = (await rig.answer(request)).ids
         events = rig.engine.generate(request)
         answer = Answer([await anext(events)])
-        await rig.until(lambda: rig.is_paused(request.request_id))
-        before = await rig.generated(request.request_id)
+        await rig.until(lambda: rig.is_paused(request.key))
+        before = await rig.generated(request.key)
         other = await rig.ask(rig.chat(OTHERS), 20, bypass=True)
         assert len(other.ids) == 20
-        assert await rig.generated(request.request_id) == before < 100
+        assert await rig.generated(request.key) == before < 100
         async for event in events:
             answer.events.append(event)
         assert answer.ids == whole
@@ -185,7 +185,7 @@ async def waiting(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancell
 async def planning(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     with rig.workers_held():
         task = asyncio.create_task(rig.answer(request))
-        await rig.until(lambda: rig.phase(request.request_id) is Phase.PLANNING)
+        await rig.until(lambda: rig.phase(request.key) is Phase.PLANNING)
         yield request.prompt, task
 
 
@@ -197,7 +197,7 @@ async def loading(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancell
     await rig.forget_all()
     rig.files.hold("open_read", skip=1)  # after the lookup
     task = asyncio.create_task(rig.answer(request))
-    await rig.until(lambda: rig.phase(request.request_id) is Phase.LOADING)
+    await rig.until(lambda: rig.phase(request.key) is Phase.LOADING)
     await eventually(rig.files.waiting.is_set)
     yield request.prompt, task
     rig.files.release()
@@ -214,7 +214,7 @@ async def prefill(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancell
 @asynccontextmanager
 async def decode(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancelled]:
     task = asyncio.create_task(rig.answer(request))
-    await rig.until(lambda: rig.phase(request.request_id) is Phase.DECODE)
+    await rig.until(lambda: rig.phase(request.key) is Phase.DECODE)
     yield request.prompt, task
 
 
@@ -226,7 +226,7 @@ async def retiring(rig: Rig, request: GenerationRequest) -> AsyncIterator[Cancel
             task = asyncio.create_task(rig.answer(request))
             await eventually(rig.model.waiting.is_set)
             held.enter_context(rig.workers_held())
-        await rig.until(lambda: rig.phase(request.request_id) is Phase.RETIRING)
+        await rig.until(lambda: rig.phase(request.key) is Phase.RETIRING)
         yield request.prompt, task
 
 
@@ -251,7 +251,7 @@ async def test_cancel_frees_the_slot_once(
             finished = (await task).finished
             wanted = FinishReason.LENGTH if phase == "retiring" else FinishReason.CANCELLED
             assert finished.finish_reason is wanted
-        await rig.until(lambda: rig.phase(request.request_id) is Phase.ENDED)
+        await rig.until(lambda: rig.phase(request.key) is Phase.ENDED)
         assert rig.model.num_steps < 100, "it went on"
         again = await rig.ask(prompt, 8)
         assert again.ids == await rig.cold(again)
