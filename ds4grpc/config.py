@@ -135,6 +135,11 @@ class ServeConfig:
         low=1,
         high=2**40,
     )
+    kv_disk_busy: str = option(
+        "refuse",
+        "When another server has the model's bank folder: refuse to start, or keep none on disk.",
+        choices=("refuse", "off"),
+    )
     kv_disk_write_mb_per_s: float | None = option(
         None,
         "Average rate at which banks are written and compacted.  [default: no limit]",

@@ -154,7 +154,7 @@ FAMILIES = (
     ),
     Family("ds4grpc_disk_bytes", "gauge", "Bytes that the disk tier takes."),
     Family("ds4grpc_disk_quota_bytes", "gauge", "Bytes that the disk tier may take."),
-    Family("ds4grpc_disk_enabled", "gauge", "1 when banks are kept on disk, else 0."),
+    Family("ds4grpc_disk_enabled", "gauge", "1 while banks are written to disk, else 0."),
     Family(
         "ds4grpc_bank_evictions_total",
         "counter",

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,8 @@ from ds4grpc.rpc.identity import Tenants
 from ds4grpc.rpc.interceptors import ErrorInterceptor
 from ds4grpc.rpc.model import ModelService
 from ds4grpc.rpc.reflection import add_reflection
+from ds4grpc.store.files import Files
+from ds4grpc.store.folder import occupied_bytes
 from ds4grpc.store.store import Store, StoreConfig
 from ds4grpc.v1 import (
     bank_pb2_grpc,
@@ -72,6 +74,7 @@ HEALTH = "grpc.health.v1.Health"
 MAX_RECEIVE_BYTES = 64 * MB
 # Worker threads render, tokenize, look up, copy and read; more would only share the same cores.
 _WORKERS = 4
+_DISK_HEALTH_SECONDS = 1.0  # how late health tells of the disk
 # What a bank that lost its slot may take, of the memory for resident banks, until it is written.
 _STAGING_SHARE = 4
 # Prefill chunks while other requests run: this part of a chunk alone, and not less than that.
@@ -121,6 +124,7 @@ class Server:
     metrics_address: Address
     model: model_pb2.Model
     folder: str  # of banks; "" when the disk tier is off
+    off_detail: str  # why it is off
     num_stored: int
     engine: TorchEngine
     health: health_aio.HealthServicer
@@ -131,7 +135,9 @@ class Server:
         model = self.model
         size = model.num_slots * model.max_context_tokens * model.kv_bytes_per_token / MB
         disk = (
-            f"banks {self.folder} ({self.num_stored} stored)" if self.folder else "banks not stored"
+            f"banks {self.folder} ({self.num_stored} stored)"
+            if self.folder
+            else f"banks not stored: {self.off_detail}"
         )
         admin = f" | admin {self.admin_address}" if self.admin_address else ""
         return (
@@ -237,9 +243,8 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         )
         listener = MetricsListener(collected, config.metrics_listen)
         stack.push_async_callback(asyncio.to_thread, listener.close)
-        store = None
-        if not config.no_kv_disk:
-            store = await stack.enter_async_context(_store(config, loaded, metrics))
+        tier = await stack.enter_async_context(_tier(config, loaded, metrics))
+        store = tier.store
         engine = await stack.enter_async_context(_engine(config, loaded, metrics, store, workers))
         _watch(metrics, engine, store)
         described = _describe(config, loaded)
@@ -264,11 +269,11 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         admin, admin_address = None, None
         if config.admin_listen is not None:
             admin = _grpc_server()
-            _add_banks(admin, config.admin_listen, loaded, engine, store, workers)
+            _add_banks(admin, config.admin_listen, loaded, engine, tier, workers)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             add_reflection(admin, (BANK, HEALTH))
         elif config.listen.is_loopback:
-            _add_banks(server, config.listen, loaded, engine, store, workers)
+            _add_banks(server, config.listen, loaded, engine, tier, workers)
             services.append(BANK)
         else:
             log.warning(line("BankService is not served beyond loopback; see --admin-listen"))
@@ -279,12 +284,15 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
             admin_address = await _listen(admin, config.admin_listen, "--admin-listen", stack)
         for service in ("", GENERATION, MODEL, BANK):
             await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        watching = asyncio.create_task(_watch_disk(tier, health, config.no_kv_disk))
+        stack.push_async_callback(_ended, watching)
         yield Server(
             address=address,
             admin_address=admin_address,
             metrics_address=listener.address,
             model=described,
             folder=str(config.bank_folder) if store is not None else "",
+            off_detail=tier.off_detail,
             num_stored=(await store.storage()).num_stored if store is not None else 0,
             engine=engine,
             health=health,
@@ -292,43 +300,97 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The disk tier; without a `store`, why there is none."""
+
+    store: Store | None
+    off_detail: str = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why banks are not written at the moment."""
+        return self.store.trouble if self.store is not None else self.off_detail
+
+
 @asynccontextmanager
-async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> AsyncIterator[Store]:
-    """Opens the disk tier, or says why it cannot be opened and how to go on without it."""
-    folder = config.bank_folder
-    is_new, quota_bytes = await asyncio.to_thread(
-        lambda: (not folder.exists(), config.kv_disk_bytes())
-    )
+async def _tier(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> AsyncIterator[Tier]:
+    """Opens the disk tier. A folder that another server has is a refusal, unless the options say
+    otherwise; one that cannot be used is a tier that is off, and says so."""
+    if config.no_kv_disk:
+        yield Tier(None, "--no-kv-disk")
+        return
+    is_new = not await asyncio.to_thread(config.bank_folder.exists)
+    store = await _store(config, loaded, metrics)
+    try:
+        await store.__aenter__()
+    except StoreDisabled as error:
+        busy = error.reason == "STORE_FOLDER_BUSY"
+        if busy and config.kv_disk_busy == "refuse":
+            raise ConfigError(
+                f"{error.message}; or start without the disk tier with --kv-disk-busy off"
+            ) from error
+        log.error(line("banks are not kept on disk", detail=error.message))
+        yield Tier(None, error.message)
+        return
     if is_new:
         log.warning(
             line(
                 "banks hold prompts and replies in clear, readable by this user",
-                folder=str(folder),
+                folder=str(config.bank_folder),
                 off="--no-kv-disk",
             )
         )
+    try:
+        yield Tier(store)
+    finally:
+        await store.__aexit__(None, None, None)
+
+
+async def _watch_disk(tier: Tier, health: health_aio.HealthServicer, is_wanted_off: bool) -> None:
+    """BankService's health is the disk tier's: NOT_SERVING while banks cannot be written."""
+    was = health_pb2.HealthCheckResponse.SERVING
+    while not is_wanted_off:
+        now = (
+            health_pb2.HealthCheckResponse.NOT_SERVING
+            if tier.trouble
+            else health_pb2.HealthCheckResponse.SERVING
+        )
+        if now != was:
+            await health.set(BANK, now)
+        was = now
+        await asyncio.sleep(_DISK_HEALTH_SECONDS)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _disk_quota(config: ServeConfig) -> int:
+    """Most bytes for banks. Those that are there count as free, or each start would evict some of
+    them. Blocks."""
+    used_bytes = 0
+    if config.kv_disk_space_mb is None:
+        with suppress(OSError):  # whatever is wrong with the folder shows when it is opened
+            used_bytes = occupied_bytes(Files(), str(config.bank_folder))
+    return config.kv_disk_bytes(used_bytes)
+
+
+async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Store:
+    """Makes what keeps banks on disk, not entered yet."""
     rate = config.kv_disk_write_mb_per_s
-    store = Store(
+    return Store(
         StoreConfig(
-            folder=str(folder),
+            folder=str(config.bank_folder),
             fingerprint=loaded.fingerprint,
             layout=loaded.model.layout,
-            quota_bytes=quota_bytes,
+            quota_bytes=await asyncio.to_thread(_disk_quota, config),
             min_tokens=config.kv_cache_min_tokens,
             write_bytes_per_second=rate * MB if rate is not None else None,
         ),
         metrics,
     )
-    try:
-        await store.__aenter__()
-    except StoreDisabled as error:
-        raise ConfigError(
-            f"{error.message}; choose another folder with --kv-disk-dir, or start with --no-kv-disk"
-        ) from error
-    try:
-        yield store
-    finally:
-        await store.__aexit__(None, None, None)
 
 
 @asynccontextmanager
@@ -382,12 +444,13 @@ def _add_banks(
     address: Address,
     loaded: Loaded,
     engine: TorchEngine,
-    store: Store | None,
+    tier: Tier,
     workers: ThreadPoolExecutor,
 ) -> None:
     service = BankService(
         engine,
-        store,
+        tier.store,
+        tier.off_detail,
         Tenants(loopback=address.is_loopback),
         loaded.kv_bytes,
         loaded.checkpoint.tokenizer,
@@ -471,7 +534,9 @@ def _watch(metrics: Metrics, engine: TorchEngine, store: Store | None) -> None:
     if store is not None:
 
         def store_state() -> StoreState:
-            return StoreState(True, store.banks_by_trust, store.disk_bytes, store.quota_bytes)
+            return StoreState(
+                not store.trouble, store.banks_by_trust, store.disk_bytes, store.quota_bytes
+            )
 
         metrics.watch_store(store_state)
 

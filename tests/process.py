@@ -26,6 +26,18 @@ def num_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
+def metrics_of(url: str) -> dict[str, float]:
+    """What a metrics page holds: samples by their text form."""
+    with urllib.request.urlopen(url, timeout=10) as page:
+        text = page.read().decode()
+    samples = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            samples[name] = float(value)
+    return samples
+
+
 class ServerProcess:
     """One server on ports of its own. `log` holds what it wrote to stderr so far."""
 
@@ -74,14 +86,7 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """Samples by their text form, such as `ds4grpc_slots{state="free"}`."""
-        with urllib.request.urlopen(self.metrics_url, timeout=10) as page:
-            text = page.read().decode()
-        samples = {}
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                name, value = line.rsplit(" ", 1)
-                samples[name] = float(value)
-        return samples
+        return metrics_of(self.metrics_url)
 
     def memory_bytes(self) -> int:
         """Resident memory of the process."""

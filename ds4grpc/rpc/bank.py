@@ -87,6 +87,7 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         self,
         engine: TorchEngine,
         store: Store | None,
+        off_detail: str,
         tenants: Tenants,
         kv_memory_bytes: int,
         tokenizer: Tokenizer,
@@ -94,6 +95,7 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
     ) -> None:
         self._engine = engine
         self._store = store
+        self._off_detail = off_detail  # why there is no store
         self._tenants = tenants
         self._kv_memory_bytes = kv_memory_bytes
         self._tokenizer = tokenizer
@@ -217,10 +219,11 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
             kv_memory_quota_bytes=self._kv_memory_bytes,
         )
         if self._store is None:
-            response.detail = "the disk tier is off (--no-kv-disk)"
+            response.detail = self._off_detail
             return response
         storage = await self._store.storage()
-        response.enabled = True
+        response.enabled = not self._store.trouble
+        response.detail = self._store.trouble
         response.folder = storage.folder
         response.fingerprint = storage.fingerprint
         response.disk_bytes = storage.disk_bytes
@@ -233,7 +236,7 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
 
     def _need_store(self) -> Store:
         if self._store is None:
-            raise StoreDisabled("the disk tier is off; start the server without --no-kv-disk")
+            raise StoreDisabled(f"the disk tier is off: {self._off_detail}")
         return self._store
 
     async def _banks(self, context: Context) -> dict[str, _Bank]:

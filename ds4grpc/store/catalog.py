@@ -116,6 +116,12 @@ class Catalog:
         """Writes the log back into the file and cuts it to nothing, unless somebody reads."""
         await asyncio.to_thread(write_log_back, self._path)
 
+    async def probe(self) -> None:
+        """Writes what changes nothing."""
+        with translated():
+            async with self._writer.begin() as connection:
+                await connection.exec_driver_sql("PRAGMA user_version = 0")
+
     async def all(self) -> list[Entry]:
         """Every row. One that cannot be a bank counts as damage of the whole catalog."""
         return await self._read(self._all)

@@ -189,6 +189,7 @@ class DeltaWriter:
         except BaseException:
             self._shelf.unreserve(entry.size_bytes)
             raise
+        self._shelf.condition.worked()
         self._supersede(nearest, entry)
         seconds = time.monotonic() - started
         self._shelf.observer.persisted(entry.reason, seconds, entry.size_bytes)
@@ -263,6 +264,8 @@ class DeltaWriter:
             kind = "io" if isinstance(error, OSError) else "other"
         self._shelf.observer.persist_failed(kind)
         detail = f"{kind}: {error}" if str(error) else kind
+        if kind in ("no_space", "catalog", "io"):
+            self._shelf.condition.failed(detail)
         log.warning("bank not persisted tokens=%d detail=%s", content.frontier, detail)
         return detail
 

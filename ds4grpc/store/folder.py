@@ -35,6 +35,7 @@ MAX_QUARANTINED_FILES = 16  # enough to look into a fault, little beside any cap
 _CATALOG_NAMES = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
 _ASIDE_SUFFIX = ".bad-"
 _LOCK_NAME = "lock"
+_PROBE_BYTES = 64 << 10
 _CAP_LOCK_SECONDS = 5.0  # others hold it for as long as evicting takes
 _CAP_LOCK_PAUSE_SECONDS = 0.005
 # A folder's time of change is as coarse as the kernel's tick: what changed just now may change
@@ -65,6 +66,18 @@ class Found:
     stale: list[str] = field(default_factory=list)  # *.tmp, *.dead
     odd: list[str] = field(default_factory=list)  # named like a bank, but no regular file
     other_bytes: int = 0  # all but bank files and what is in quarantine
+
+
+def occupied_bytes(files: Files, root: str) -> int:
+    """What is below a folder; nothing when it is not there. Raises OSError."""
+    total, pending = 0, [root]
+    while pending:
+        folder = pending.pop()
+        for seen in files.scan(folder):
+            total += seen.size_on_disk_bytes
+            if seen.is_folder:
+                pending.append(os.path.join(folder, seen.name))
+    return total
 
 
 class Folder:
@@ -332,6 +345,18 @@ class Folder:
             yield
         finally:
             self.files.close(lock)
+
+    def probe(self) -> None:
+        """Writes a small file, for good, and removes it. Raises OSError."""
+        path = self.temp_path("0" * 32, 0)
+        self.files.unlink(path)
+        descriptor = self.files.create(path)
+        try:
+            self.files.allocate(descriptor, _PROBE_BYTES, path)
+            self.files.sync_data(descriptor, path)
+        finally:
+            self.files.close(descriptor)
+            self.files.unlink(path)
 
     def claim(self, num_bytes: int) -> None:
         """Tells the other owners what this one may write beyond what they see. Raises OSError."""

@@ -24,6 +24,7 @@ from typing import ParamSpec, TypeVar
 from ds4grpc.bank import Trust
 from ds4grpc.errors import BankInUse, BankNotFound, BankPinned, StoreFailed, StoreFull
 from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.condition import Condition
 from ds4grpc.store.database import WAL_LIMIT_BYTES, CatalogError
 from ds4grpc.store.folder import Folder, FoundFile
 from ds4grpc.store.index import Entry, Index, Move
@@ -62,6 +63,7 @@ class Shelf:
         self.other_bytes = 0  # of everything in the folder but banks, quarantine and catalog
         self.observer = observer
         self.threads = threads
+        self.condition = Condition()
         self._catalog: Catalog | None = None
         self._catalog_bytes = 0
         self._foreign_bytes = 0  # of the other models' folders, and of files nobody knows of
@@ -180,6 +182,11 @@ class Shelf:
     async def claim(self) -> None:
         """Lets the other models' servers know what is still to be written. Raises OSError."""
         await self.run(self.folder.claim, self._reserved_bytes + self._slack_bytes)
+
+    async def probe(self) -> None:
+        """Writes a little where banks and rows go. Raises OSError, CatalogError."""
+        await self.run(self.folder.probe)
+        await self.ask("update", self.catalog.probe())
 
     async def make_room(self, num_bytes: int) -> None:
         """Evicts that many bytes, or what can be. Raises StoreFull when files cannot be removed."""

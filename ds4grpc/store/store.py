@@ -234,7 +234,12 @@ class Store:
                 if time.monotonic() >= foreign_at:
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
                     await self._shelf.measure_foreign()
-            except (OSError, CatalogError, StoreFailed) as error:
+                if self._shelf.condition.detail:
+                    await self._shelf.probe()
+                    self._shelf.condition.worked()
+            except (OSError, CatalogError) as error:
+                self._shelf.condition.failed(str(error))
+            except StoreFailed as error:
                 log.warning("store upkeep failed error=%s", error)
             except Exception:  # a bug; the next round may still be of use
                 log.exception("store upkeep failed")
@@ -290,6 +295,11 @@ class Store:
     @property
     def quota_bytes(self) -> int:
         return self._shelf.quota_bytes
+
+    @property
+    def trouble(self) -> str:
+        """Why banks cannot be written at the moment; "" while they can be."""
+        return self._shelf.condition.detail
 
     @property
     def banks_by_trust(self) -> dict[str, int]:

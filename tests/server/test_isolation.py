@@ -28,6 +28,7 @@ ANY = Address("127.0.0.1", 0)
 LONG = "DS4GRPC_LONG" in os.environ
 NO_END = {2: -100.0}
 OPTIONS = {"max_tokens": 8, "bias": NO_END}
+pytestmark = pytest.mark.timeout(300)
 SMALL = ("--kv-cache-min-tokens", "16", "--dtype", "float32")
 
 
@@ -184,6 +185,7 @@ async def test_salts_of_one_tenant_share_nothing_in_any_tier(tiny: Path, tmp_pat
             assert blue.started.disk_tokens > 100
 
 
+@pytest.mark.slow
 async def test_marker_sentence_is_in_no_log_metric_error_or_catalog(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +259,6 @@ def spelled(secret: str, data: bytes) -> bytes | None:
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_b32_time_to_first_token_tells_nothing_about_other_tenants(
     tiny: Path, tmp_path: Path, measured: Callable[[str], None]
 ) -> None:

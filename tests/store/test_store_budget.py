@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
-from bankkit import MemorySink, Observed, Turns, eventually
+from bankkit import MemorySink, Observed, Turns, eventually, stored_names
 from budgetkit import FILE_BYTES, TOKENS, conversation, is_stored, occupied, store_for
 
 from ds4grpc.store.files import Files
@@ -23,6 +25,29 @@ class MeasuredFiles(Files):
     def before(self, operation: str, path: str) -> None:
         if operation not in ("read", "open_read", "scan"):
             self.most_bytes = max(self.most_bytes, occupied(self.folder))
+
+
+class RefusingFiles(Files):
+    """A disk that takes nothing more while `error` is set."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+
+    def before(self, operation: str, path: str) -> None:
+        if self.error and operation in ("make_folder", "create", "allocate", "write", "rename"):
+            raise OSError(self.error, os.strerror(self.error))
+
+
+class FullFiles(Files):
+    """A disk that has room for that many bank files, whatever the cap says."""
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        self.folder = folder
+        self.num_files = num_files
+
+    def before(self, operation: str, path: str) -> None:
+        if operation == "allocate" and len(stored_names(self.folder)) >= self.num_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def frontiers(store: Store) -> list[int]:
@@ -180,3 +205,38 @@ async def test_quarantined_files_go_before_banks(tmp_path: Path) -> None:
                 break
         assert store.banks_by_trust["quarantined"] == 0
         assert await is_stored(store, banks[0])
+
+
+async def test_disk_that_refuses_is_told_of_at_once_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    observed, files = Observed(), RefusingFiles()
+    async with store_for(tmp_path, 9, observed, files) as store:
+        kept = conversation(0)
+        await store.persist(kept.source())
+        assert store.trouble == ""
+        files.error = errno.EROFS
+        for seed in range(1, 4):
+            assert "Read-only" in (await store.persist(conversation(seed).source())).detail
+            assert "Read-only" in store.trouble
+        assert await is_stored(store, kept)  # reading goes on
+        files.error = 0
+        await eventually(lambda: not store.trouble)  # with no bank to write
+        assert (await store.persist(conversation(4).source())).detail == ""
+        assert observed.count("persist_failed", "io") == 3
+    told = [record.getMessage() for record in caplog.records if "any more" in record.getMessage()]
+    assert len(told) == 1
+
+
+async def test_full_disk_below_the_cap_gets_room_for_the_next_bank(tmp_path: Path) -> None:
+    observed = Observed()
+    async with store_for(tmp_path, 20, observed, FullFiles(tmp_path, 3)) as store:
+        lost = []
+        for seed in range(9):
+            turns = conversation(seed)
+            persisted = await store.persist(turns.source())
+            assert await is_stored(store, turns) == (persisted.detail == "")
+            lost.append(persisted.detail.partition(":")[0])
+        # One write is lost for each that is too much; the next one finds the room made by then.
+        assert lost == [*[""] * 3, *["no_space", ""] * 3]
+        assert observed.count("evicted", "lru") == 3
