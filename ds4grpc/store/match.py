@@ -138,21 +138,29 @@ class Finder:
         return list(found.values())[:MAX_ATTEMPTS]
 
     def heirs(self, entry: Entry) -> list[Entry]:
-        """Its most recent usable children; those of a deleted child in its place."""
+        """Its most recent usable children; those of a deleted child in its place.
+
+        A child without rows was merged into the bank (see compact) and holds less than it does.
+        When the bank is deleted, the longest such child stands for it.
+        """
         now = time.time()
         heirs: list[Entry] = []
+        longest: Entry | None = None
         family = self.shelf.index.children(entry)
         for _ in range(MAX_CHILDREN_SEEN):
             child = next(family, None)
             if child is None or len(heirs) == MAX_CHILDREN:
                 break
             if child.frontier - child.base < self.form.layout.alignment:
-                continue  # merged into the entry: it holds less (see compact)
+                is_needed = child.parent_id != entry.bank_id or not entry.is_usable(now)
+                if is_needed and child.is_usable(now):
+                    longest = max(longest or child, child, key=lambda each: each.frontier)
+                continue
             if child.is_usable(now):
                 heirs.append(child)
             else:
                 family = itertools.chain(self.shelf.index.children(child), family)
-        return heirs
+        return heirs if longest is None else [*heirs, longest]
 
     async def open(self, entries: Sequence[Entry]) -> list[LeasedBank]:
         """Leases on the first few of the banks whose files are good; bad ones are quarantined."""

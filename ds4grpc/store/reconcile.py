@@ -59,14 +59,15 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
         await shelf.run(shelf.folder.sweep, found.stale)
         found = await shelf.run(shelf.folder.scan)  # what could not be removed still counts
     result = await shelf.run(_sort, rows, found)
-    adopted = await _adopt_all(shelf, form, result)
+    outdated = await shelf.run(_mark, result.kept, found)
+    adopted = await _adopt_all(shelf, form, result, found)
     for kind in result.faults:
         shelf.observer.restored(kind, 0.0, 0)
-    index, orphans = await shelf.run(
-        _family, [*result.kept, *adopted], found, form.layout.bytes_per_token
-    )
+    index, orphans = await shelf.run(_family, [*result.kept, *adopted], form.layout.bytes_per_token)
     shelf.index = index
     shelf.version += 1
+    for bank_id in outdated:
+        shelf.note(bank_id)
     shelf.other_bytes = found.other_bytes
     bad = result.bad + [
         shelf.folder.bank_path(each.bank_id, each.base)
@@ -91,7 +92,18 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     return Reconciled(len(index), len(adopted) - len(lost), len(dropped), len(bad) + len(found.odd))
 
 
-async def _adopt_all(shelf: Shelf, form: StateForm, result: _Sorted) -> list[Entry]:
+def _mark(entries: Iterable[Entry], found: Found) -> list[str]:
+    """Pins and hides what the markers say, which count; returns whose rows say something else."""
+    outdated = []
+    for entry in entries:
+        marked = (entry.bank_id in found.pinned, entry.bank_id in found.hidden)
+        if (entry.pinned, entry.hidden) != marked:
+            entry.pinned, entry.hidden = marked
+            outdated.append(entry.bank_id)
+    return outdated
+
+
+async def _adopt_all(shelf: Shelf, form: StateForm, result: _Sorted, found: Found) -> list[Entry]:
     """Reads the files without rows and writes their rows, a few hundred at a time: what leads to
     all of them would not fit in memory. A row whose bank turns out to be an orphan does no harm.
     """
@@ -99,6 +111,7 @@ async def _adopt_all(shelf: Shelf, form: StateForm, result: _Sorted) -> list[Ent
     for start in range(0, len(result.rowless), BANKS_A_BATCH):
         batch = result.rowless[start : start + BANKS_A_BATCH]
         added = await shelf.run_long(_adopt, shelf, form, batch, result)
+        _mark((entry for entry, _ in added), found)
         shards = {entry.bank_id[:2] for entry, _ in added}
         await shelf.run(_sync_shards, shelf, shards)
         await shelf.ask("rescan", shelf.catalog.add(added))
@@ -180,9 +193,7 @@ def _read(
     return entry, bank_marks(header.namespace, content.ids, content.records, header.base)
 
 
-def _family(
-    entries: list[Entry], found: Found, bytes_per_token: float
-) -> tuple[Index, list[Entry]]:
+def _family(entries: list[Entry], bytes_per_token: float) -> tuple[Index, list[Entry]]:
     """The index of all banks whose whole chain is there, and those whose is not."""
     index = Index(bytes_per_token)
     orphans: list[Entry] = []
@@ -195,8 +206,6 @@ def _family(
         ):
             orphans.append(entry)
             continue
-        entry.pinned = entry.bank_id in found.pinned
-        entry.hidden = entry.bank_id in found.hidden
         index.add(entry)
     index.order_children()
     return index, orphans

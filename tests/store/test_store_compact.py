@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bankkit import (
     FINGERPRINT,
@@ -31,6 +32,7 @@ from bankkit import (
     stored_names,
 )
 
+from ds4grpc.bank import common_prefix
 from ds4grpc.engine.banks import MatchQuery
 from ds4grpc.layout import StateLayout
 from ds4grpc.store.compact import RUN_FILES, RUN_TOKENS
@@ -139,6 +141,24 @@ async def test_merged_banks_are_found_by_their_text_alone(tmp_path: Path) -> Non
                 assert turns.bank_id in [lease.bank_id for lease in leases]
                 for lease in leases:
                     lease.release()
+
+
+async def test_merged_banks_are_found_by_their_ids_when_the_newest_is_deleted(
+    tmp_path: Path,
+) -> None:
+    """It holds the rows and the ids' hashes of all; the longest other one stands for it."""
+    grown = conversation()
+    async with Store(config_of(tmp_path), Observed()) as store:
+        await persist(store, grown)
+        assert await store.compact() == 1
+        await store.delete(grown[-1].bank_id)
+        for turns in grown[:-1]:
+            ids = np.concatenate([turns.ids, ids_of(99, 50)])
+            leases = await store.match(MatchQuery(SPACE, b"", (), ids, exact=True))
+            shared = [common_prefix(lease.content.ids, ids) for lease in leases]
+            for lease in leases:
+                lease.release()
+            assert max(shared, default=0) == turns.frontier
 
 
 async def test_chain_stays_short_and_no_row_is_merged_twice(tmp_path: Path) -> None:

@@ -213,3 +213,25 @@ async def test_delete_on_a_failing_disk_is_done_or_not_and_the_next_one_works(
         if done:
             return
     pytest.fail("the delete never got through")
+
+
+@pytest.mark.parametrize("change", ["delete from banks", "update banks set hidden = 0, pinned = 0"])
+async def test_rows_say_what_the_markers_say_after_a_start(tmp_path: Path, change: str) -> None:
+    async with Store(config_of(tmp_path), Observed()) as store:
+        for turns in (STEM, LEFT):
+            await store.persist(turns.source())
+        await store.pin(LEFT.bank_id)
+        await store.delete(STEM.bank_id)  # hidden
+    with closing(sqlite3.connect(catalog_of(tmp_path))) as catalog, catalog:
+        catalog.execute("pragma foreign_keys = off")
+        catalog.execute(change)
+    for _ in range(2):  # once by reading files or markers, once with the rows of then
+        async with Store(config_of(tmp_path), Observed()) as store:
+            assert [info.bank_id for info in await store.list_banks() if info.pinned] == [
+                LEFT.bank_id
+            ]
+            assert store.banks_by_trust == {"reusable": 2, "untrusted": 1, "quarantined": 0}
+        with closing(sqlite3.connect(catalog_of(tmp_path))) as catalog:
+            rows = catalog.execute("select bank_id, hidden, pinned from banks").fetchall()
+        head = STEM.head_only().bank_id
+        assert set(rows) == {(head, 0, 0), (STEM.bank_id, 1, 0), (LEFT.bank_id, 0, 1)}
