@@ -115,6 +115,16 @@ class StateLayout:
         """Bytes that one more token costs, windows not counted as bounded."""
         return sum(rows.row_bytes / rows.tokens_per_row for rows in self.rows)
 
+    @property
+    def plain_bytes_per_token(self) -> float:
+        """Bytes that one more token costs for good: of the arrays without a window."""
+        return sum(r.row_bytes / r.tokens_per_row for r in self.rows if not r.window)
+
+    @property
+    def point_bytes(self) -> float:
+        """Bytes that resuming at one position takes besides plain rows: a window and a tail."""
+        return self.window * (self.bytes_per_token - self.plain_bytes_per_token) + self.tail_bytes
+
     def replay_base(self, cut: int, held: Spans, tails: Collection[int] = ()) -> int:
         """The largest position at or below `cut` from which the model resumes exactly.
 

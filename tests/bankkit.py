@@ -32,7 +32,7 @@ RATIO = StateLayout("ratio/1", (Rows("kv", 40), Rows("packed", 56, tokens_per_ro
 WINDOWED = StateLayout("windowed/1", (Rows("kv", 48), Rows("near", 24, window=16)))
 TAILED = StateLayout(
     "tailed/1",
-    (Rows("packed", 40, tokens_per_row=4), Rows("near", 24, window=16)),
+    (Rows("packed", 1600, tokens_per_row=4), Rows("near", 24, window=16)),
     tail_bytes=300,
 )
 WIDE = StateLayout("wide/1", (Rows("kv", 7000), Rows("packed", 200_000, tokens_per_row=8)))

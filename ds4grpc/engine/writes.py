@@ -6,6 +6,7 @@ and hears what became of them. Engine thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -32,7 +33,7 @@ class Writes:
         self._slots = slots
         self._placer = placer
         self._emit = emit
-        self._turn_tokens = max(_MIN_NEW_TOKENS, _window_tokens(layout))
+        self._turn_tokens = max(_MIN_NEW_TOKENS, _point_tokens(layout))
         self._retry_at: dict[int, float] = {}  # slot -> when a failed write is tried again
 
     def after_turn(self, slot: Slot) -> None:
@@ -87,10 +88,8 @@ def _want(slot: Slot, reason: PersistReason) -> WantWrite:
     return WantWrite(source, slot.index, slot.generation)
 
 
-def _window_tokens(layout: StateLayout) -> int:
-    """New tokens whose plain rows are as many bytes as one window; 0 without windows."""
-    window_bytes = sum(r.window // r.tokens_per_row * r.row_bytes for r in layout.rows)
-    plain_bytes = sum(r.row_bytes / r.tokens_per_row for r in layout.rows if not r.window)
-    if not window_bytes:
-        return 0
-    return int(window_bytes / plain_bytes) if plain_bytes else layout.window
+def _point_tokens(layout: StateLayout) -> int:
+    """New tokens whose plain rows are as many bytes as one window and tail; 0 without either."""
+    if not layout.plain_bytes_per_token:
+        return layout.window
+    return math.ceil(layout.point_bytes / layout.plain_bytes_per_token)

@@ -16,6 +16,7 @@ import asyncio
 import errno
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from ds4grpc.bank import (
 )
 from ds4grpc.engine.banks import BankSource, Persisted, SourceMoved
 from ds4grpc.errors import BankCorrupt, BankNotFound, StoreFailed, StoreFull
-from ds4grpc.layout import Spans
+from ds4grpc.layout import Spans, StateLayout
 from ds4grpc.store.content import FileContent, fit_records
 from ds4grpc.store.database import CatalogError
 from ds4grpc.store.format import Header, StateForm
@@ -221,8 +222,7 @@ class DeltaWriter:
             links, base = (), 0
         held, tails = held_by(links)
         records = fit_records(content.records)
-        points = {content.frontier, *content.tails}
-        points.update(point.position for record in records for point in record.waypoints)
+        points = _points_kept(content, records, layout, base)
         header = Header(
             bank_id=self._id_of(content),
             parent_id=links[-1].bank_id if links else "",
@@ -237,9 +237,7 @@ class DeltaWriter:
             ttl_seconds=source.ttl_seconds,
             layout_id=layout.layout_id,
             windows=(layout.windows_at(points) & content.held) - held.clip(0, base),
-            tails=tuple(
-                sorted(set(content.tails) - {position for position in tails if position <= base})
-            ),
+            tails=tuple(sorted(points & set(content.tails) - {at for at in tails if at <= base})),
         )
         draft = draft_file(header, FileContent(content.ids, content.hidden, records), self._form)
         draft.check()
@@ -299,6 +297,31 @@ def entry_of(header: Header, size_bytes: int, hidden: Spans, records: tuple[Reco
         tails=header.tails,
         ttl_seconds=header.ttl_seconds,
     )
+
+
+def _points_kept(
+    content: BankContent, records: Sequence[Record], layout: StateLayout, base: int
+) -> set[int]:
+    """The positions past `base` at which the file keeps windows and tails: its frontier, and the
+    newest of the earlier ones as far as their bytes stay small beside the rows.
+
+    A cut at one that is not kept replays from the one before it. Keeping all would write windows
+    for nearly every token of a conversation of short turns.
+    """
+    row_bytes = (content.frontier - base) * layout.plain_bytes_per_token
+    left = min(row_bytes - layout.point_bytes, row_bytes / 4)
+    token_bytes = layout.bytes_per_token - layout.plain_bytes_per_token
+    points = {point.position for record in records for point in record.waypoints}
+    kept = {content.frontier}
+    windows = layout.windows_at(kept)
+    for point in sorted(points.union(content.tails) - kept, reverse=True):
+        wider = layout.windows_at((point,)) | windows
+        left -= (wider.num_tokens - windows.num_tokens) * token_bytes + layout.tail_bytes
+        if left < 0 or point <= base:
+            break
+        windows = wider
+        kept.add(point)
+    return kept
 
 
 def _head_of(content: BankContent) -> BankContent:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import threading
 import time
 
-# What may be written at once after a rest: the average holds over any longer time.
-BURST_SECONDS = 0.25
-
 
 class Pace:
     """`bytes_per_second` None: as fast as the disk takes it."""
@@ -22,14 +19,16 @@ class Pace:
         self._free_at = 0.0  # when what was written so far is paid for; guarded by the lock
 
     def wait(self, num_bytes: int) -> None:
-        """Returns when that many bytes may have been written. Blocking."""
+        """Returns when that many bytes may be written: when those before them are paid for. A
+        rest saves nothing up, so the average holds over a file as over any longer time. Blocking.
+        """
         if self._rate is None or self._ended.is_set():
             return
         with self._lock:
             now = time.monotonic()
-            start = max(self._free_at, now - BURST_SECONDS)
+            start = max(self._free_at, now)
             self._free_at = start + num_bytes / self._rate
-            seconds = self._free_at - now
+            seconds = start - now
         if seconds > 0:
             self._ended.wait(seconds)
 

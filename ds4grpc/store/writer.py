@@ -92,17 +92,17 @@ def write_file(files: Files, path: str, draft: Draft, source: RowSource, pace: P
         for section in draft.header.sections:
             values: list[int] = []
             for index in range(section.num_blocks):
+                first, last = section.block(index)
+                pace.wait(last - first)
                 block = _block(section, index, draft, source)
                 values.append(checksum(block))
-                offset = start + section.offset + section.block(index)[0]
-                files.write(descriptor, block, offset, path)
+                files.write(descriptor, block, start + section.offset + first, path)
                 source.check()
-                pace.wait(len(block))
             checksums.append(values)
         header_json = encode_header(with_checksums(draft.header, checksums))
+        pace.wait(start)
         # The header goes last: a file that lacks any block has no valid start.
         files.write(descriptor, encode_preamble(header_json) + header_json, 0, path)
-        pace.wait(start)
         files.sync_data(descriptor, path)
     except BaseException:
         files.close(descriptor)

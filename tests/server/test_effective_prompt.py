@@ -152,7 +152,7 @@ async def test_effective_ids_are_the_rendered_prompt_for_every_admission(
             short: list[tuple[str, ...]] = [*messages, (following, question(7))]
             said = await client.chat(short, **options)
             sent.add(squeezed(said.reasoning))
-            short += [("assistant", said.text), (following, "No?")]
+            short += [("assistant", said.text), (following, f"No? {sentences(9, 7)}")]
             sent.add(squeezed((await client.chat(short, **options)).reasoning))
         assert running.stop() == 0
     with server(tmp_path / "banks", "--slots", "1", *OPTIONS, model=path) as running:
