@@ -38,7 +38,7 @@ SLOT_STATES = ("free", "loading", "active", "idle")
 WHERE = ("resident", "stored")
 TRUST = ("reusable", "untrusted", "quarantined")
 CATALOG_OPS = ("lookup", "publish", "update", "delete", "list", "rescan")
-CATALOG_FAULTS = ("locked", "full", "corrupt", "io", "other")
+CATALOG_FAULTS = ("locked", "slow", "full", "corrupt", "io", "other")
 
 Labels = Mapping[str, tuple[str, ...]]
 

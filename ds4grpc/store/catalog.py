@@ -23,6 +23,7 @@ from ds4grpc.bank import PersistReason, RecordKind, Trust
 from ds4grpc.layout import Spans
 from ds4grpc.store.database import (
     NUM_READERS,
+    CatalogError,
     reader_engine,
     translated,
     upgrade,
@@ -93,6 +94,7 @@ class Catalog:
         self._writer: AsyncEngine = writer_engine(path)
         self._reader = reader_engine(path)
         self._threads = ThreadPoolExecutor(NUM_READERS, "store-catalog")
+        self._is_closed = False
 
     @staticmethod
     async def open(path: str) -> Catalog:
@@ -101,6 +103,7 @@ class Catalog:
 
     async def close(self) -> None:
         """Writes the log back into the file and removes it, unless somebody else reads."""
+        self._is_closed = True
         try:
             await self.checkpoint()
         finally:
@@ -144,6 +147,8 @@ class Catalog:
         return [Hit(bank_id, position) for bank_id, position in rows]
 
     async def _read(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._is_closed:  # another one is being made
+            raise CatalogError("the catalog is closed", "other")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 

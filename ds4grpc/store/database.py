@@ -23,13 +23,14 @@ from sqlalchemy.pool import ConnectionPoolEntry
 BUSY_TIMEOUT_MS = 5000  # an outside reader or writer may hold the file this long
 WAL_PAGES = 256  # checkpointed at 1 MiB: the log stays small beside the cap
 WAL_LIMIT_BYTES = 4 << 20  # what the log is cut back to after a long outside reader
+WAL_MOST_BYTES = 16 << 20  # then only what must be written still is, until a reader has gone
 NUM_READERS = 2  # threads and connections for lookups
 
 
 class CatalogError(Exception):
     """A statement failed. `kind` is a closed set for metrics: see `KINDS`."""
 
-    KINDS = ("locked", "full", "corrupt", "io", "other")
+    KINDS = ("locked", "slow", "full", "corrupt", "io", "other")
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

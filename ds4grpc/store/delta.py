@@ -152,8 +152,7 @@ class DeltaWriter:
 
     async def _nearest(self, content: BankContent, leases: ExitStack) -> Nearest:
         """Raises CatalogError: a bank that might be there is not written a second time."""
-        find = self._shelf.catalog.find(partial(parent_digests, content))
-        hits = await self._shelf.ask("lookup", find)
+        hits = await self._shelf.find(partial(parent_digests, content))
         entries = self._finder.candidates(content.namespace, hits)
         nearest = Nearest()
         for _ in range(MAX_DESCENTS):

@@ -67,6 +67,11 @@ class Files:
         self.before("restrict_folder", path)
         os.chmod(path, FOLDER_MODE)
 
+    def restrict_file(self, path: str) -> None:
+        """Takes the rights of everybody but the owner from a file, who may read and write."""
+        self.before("restrict_file", path)
+        os.chmod(path, FILE_MODE)
+
     def create(self, path: str) -> int:
         """Makes a new private file for writing; returns its descriptor."""
         self.before("create", path)

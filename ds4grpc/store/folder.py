@@ -257,7 +257,7 @@ class Folder:
         Only the last one is kept.
         """
         for seen in self.files.scan(self.path):
-            if _ASIDE_SUFFIX in seen.name:
+            if _ASIDE_SUFFIX in seen.name and not seen.is_folder:
                 self.files.unlink(os.path.join(self.path, seen.name))
         for name in reversed(_CATALOG_NAMES):  # the log first: it must not meet another catalog
             path = os.path.join(self.path, name)
@@ -267,10 +267,25 @@ class Folder:
                 pass
         return f"{_CATALOG_NAMES[0]}{_ASIDE_SUFFIX}{suffix}"
 
-    def prepare_catalog(self) -> None:
-        """Makes the catalog's file private before SQLite would make a public one."""
-        if self.files.seen(self.catalog_path) is None:
+    def prepare_catalog(self) -> bool:
+        """Makes the catalog's files private, before SQLite would make a public one; says whether
+        there was none. Raises OSError."""
+        for name in _CATALOG_NAMES:
+            path = os.path.join(self.path, name)
+            if self.files.seen(path) is not None:
+                self.files.restrict_file(path)
+        seen = self.files.seen(self.catalog_path)
+        if seen is None:
             self.files.close(self.files.create(self.catalog_path))
+        return seen is None or seen.size_bytes == 0
+
+    def catalog_fault(self) -> str:
+        """Why SQLite shall not even look at what is there; "" when it may."""
+        for name in _CATALOG_NAMES:
+            seen = self.files.seen(os.path.join(self.path, name))
+            if seen is not None and not seen.is_file:
+                return f"{name} is not a regular file"
+        return ""
 
     def sweep_markers(self, bank_ids: Iterable[str]) -> None:
         """Removes the markers of banks that are gone."""

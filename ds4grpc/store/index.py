@@ -209,6 +209,15 @@ class Index:
         entry.ttl_seconds = ttl_seconds
         _put(self.mortal, entry.bank_id, ttl_seconds is not None)
 
+    def take_over(self, entry: Entry, old: Entry) -> None:
+        """An entry that was made anew from its file gets what its life had brought."""
+        entry.hits, entry.last_used_at = old.hits, old.last_used_at
+        entry.verified_at = old.verified_at
+        entry.heat, entry.heated_at, entry.superseded = old.heat, old.heated_at, old.superseded
+        entry.trust |= old.trust & Trust.PROVEN
+        self.set_ttl(entry, old.ttl_seconds)
+        self._push(entry)
+
     def used(self, entry: Entry, now: float) -> None:
         entry.hits += 1
         entry.last_used_at = max(now, entry.last_used_at)

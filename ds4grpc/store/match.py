@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 4  # that a caller has to compare
 MAX_ATTEMPTS = 8  # files opened for one lookup, bad ones included
 MAX_CHILDREN = 3  # tried for each hit, most recently used first
+LOOKUP_SECONDS = 3.0  # then it is a miss: no request waits for a disk or a lock that hangs
+MAX_LATE = 4  # such lookups that still run; while there are so many, no more are started
 MAX_CHILDREN_SEEN = 32  # looked at for that: most of a popular head's may have been deleted
 
 
@@ -104,20 +106,33 @@ class Finder:
         self.shelf = shelf
         self.form = form
         self._tasks = tasks
+        self._num_late = 0  # lookups that nobody waits for any more
 
     async def match(self, query: MatchQuery) -> list[LeasedBank]:
         """See `engine.banks.BankStore.match`."""
+        if self._num_late >= MAX_LATE:
+            return []
         task = self._tasks.start(self._match(query))
         try:
-            return await asyncio.shield(task)
+            done, _ = await asyncio.wait([task], timeout=LOOKUP_SECONDS)
         except asyncio.CancelledError:
             task.add_done_callback(_release_all)
             raise
+        if done:
+            return task.result()
+        self.shelf.observer.catalog_error("slow")
+        log.warning("lookup takes too long, counted as a miss seconds=%.1f", LOOKUP_SECONDS)
+        self._num_late += 1
+        task.add_done_callback(self._came_late)
+        return []
+
+    def _came_late(self, task: asyncio.Task[list[LeasedBank]]) -> None:
+        self._num_late -= 1
+        _release_all(task)
 
     async def _match(self, query: MatchQuery) -> list[LeasedBank]:
-        find = self.shelf.catalog.find(partial(query_digests, query))
         try:
-            hits = await self.shelf.ask("lookup", find)
+            hits = await self.shelf.find(partial(query_digests, query))
         except CatalogError as error:
             log.warning("lookup failed error=%s", error)
             return []

@@ -23,15 +23,16 @@ from typing import ParamSpec, TypeVar
 
 from ds4grpc.bank import Trust
 from ds4grpc.errors import BankInUse, BankNotFound, BankPinned, StoreFailed, StoreFull
-from ds4grpc.store.catalog import Catalog
+from ds4grpc.store.catalog import Catalog, Hit
 from ds4grpc.store.condition import Condition
-from ds4grpc.store.database import WAL_LIMIT_BYTES, CatalogError
+from ds4grpc.store.database import WAL_LIMIT_BYTES, WAL_MOST_BYTES, CatalogError
 from ds4grpc.store.folder import Folder, FoundFile
 from ds4grpc.store.index import Entry, Index, Move
 from ds4grpc.store.keys import Mark
 from ds4grpc.store.leases import Leases
 from ds4grpc.store.observer import StoreObserver
 from ds4grpc.store.tasks import Threads
+from ds4grpc.store.waiting import WaitingRows
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,9 @@ class Shelf:
         # (bank id, base, bytes) of files whose place others have taken, children first; they
         # count as other bytes until no lease needs them.
         self._retired: list[tuple[str, int, int]] = []
+        self._is_log_long = False  # so long that hits and times wait
+        self.is_catalog_damaged = False  # a statement has found it so
+        self._waiting = WaitingRows()
         self._rowless: set[str] = set()  # gone banks whose rows could not be removed yet
         self._changed: set[str] = set()  # banks whose hits and times are newer than their rows
 
@@ -119,9 +123,21 @@ class Shelf:
             return await statement
         except CatalogError as error:
             self.observer.catalog_error(error.kind)
+            self.is_catalog_damaged |= error.kind == "corrupt"
             raise
         finally:
             self.observer.catalog(op, time.monotonic() - started)
+
+    async def find(self, digests: Callable[[], Sequence[bytes]]) -> list[Hit]:
+        """The banks that share the longest prefixes: see `Catalog.find`. Raises CatalogError."""
+        asked: list[bytes] = []
+
+        def noted() -> Sequence[bytes]:
+            asked.extend(digests())
+            return asked
+
+        hits = await self.ask("lookup", self.catalog.find(noted))
+        return [*self._waiting.find(asked), *hits] if self._waiting else hits
 
     async def measure(self) -> None:
         """Looks again at what grows by itself: catalog and quarantine. Raises OSError."""
@@ -131,11 +147,16 @@ class Shelf:
         self._quarantine_bytes = sum(seen.size_on_disk_bytes for seen in quarantined)
 
     async def trim_log(self) -> None:
-        """Writes the catalog's log back when an outside reader has let it grow. Raises OSError,
-        CatalogError."""
+        """Writes the catalog's log back when an outside reader has let it grow; while that goes
+        on, hits and times are not written. Raises OSError, CatalogError."""
         await self.measure()
-        if await self.run(self.folder.log_bytes) > WAL_LIMIT_BYTES:
+        log_bytes = await self.run(self.folder.log_bytes)
+        if log_bytes > WAL_LIMIT_BYTES:
             await self.ask("update", self.catalog.checkpoint())
+            log_bytes = await self.run(self.folder.log_bytes)
+        if log_bytes > WAL_MOST_BYTES and not self._is_log_long:
+            log.warning("somebody's long read of the catalog keeps its log bytes=%d", log_bytes)
+        self._is_log_long = log_bytes > WAL_MOST_BYTES
 
     async def measure_foreign(self) -> None:
         """Looks again at the other models' folders. Raises OSError."""
@@ -184,9 +205,14 @@ class Shelf:
         await self.run(self.folder.claim, self._reserved_bytes + self._slack_bytes)
 
     async def probe(self) -> None:
-        """Writes a little where banks and rows go. Raises OSError, CatalogError."""
+        """Writes a little where banks and rows go; a lock that somebody holds is no trouble while
+        rows may wait. Raises OSError, CatalogError."""
         await self.run(self.folder.probe)
-        await self.ask("update", self.catalog.probe())
+        try:
+            await self.ask("update", self.catalog.probe())
+        except CatalogError as error:
+            if error.kind != "locked" or self._waiting.is_full:
+                raise
 
     async def make_room(self, num_bytes: int) -> None:
         """Evicts that many bytes, or what can be. Raises StoreFull when files cannot be removed."""
@@ -249,7 +275,7 @@ class Shelf:
                 raise StoreFailed("the parent bank has gone")
             try:
                 await self.run(self.folder.publish, *key, pinned=entry.pinned)
-                await self.ask("publish", self.catalog.add([(entry, marks)]))
+                await self._add_row(entry, marks)
             except (OSError, CatalogError):
                 # Without its row nobody would find it, and its bytes would count for nothing.
                 if not await self.run(self._withdraw, *key):
@@ -259,6 +285,38 @@ class Shelf:
             self.index.add(entry)
             self.unreserve(entry.size_bytes)
             self.version += 1
+
+    async def _add_row(self, entry: Entry, marks: Sequence[Mark]) -> None:
+        """Writes a row, or keeps it for later while somebody holds the catalog's lock: only the
+        first waits to learn that. Raises CatalogError."""
+        if not self._waiting:
+            try:
+                await self.ask("publish", self.catalog.add([(entry, marks)]))
+                return
+            except CatalogError as error:
+                if error.kind != "locked":
+                    raise
+                log.warning("another process holds the catalog; rows wait error=%s", error)
+        if self._waiting.is_full:
+            raise CatalogError(
+                f"another process holds the catalog, and {len(self._waiting)} rows wait already",
+                "locked",
+            )
+        self._waiting.put(entry, marks)
+
+    async def _write_waiting(self) -> None:
+        """Writes the rows that had to wait; `changes` is not held, as this may take long. Raises
+        CatalogError: then they go on waiting."""
+        rows = self._waiting.all()
+        if not rows:
+            return
+        await self.ask("publish", self.catalog.add(rows))
+        self._waiting.written(rows)
+        log.info("rows written that had to wait rows=%d", len(rows))
+        gone = [entry.bank_id for entry, _ in rows if self.index.get(entry.bank_id) is None]
+        if gone:
+            async with self.changes:
+                await self._forget_rows(gone)
 
     def _withdraw(self, bank_id: str, base: int) -> bool:
         """Undoes a half-done publish; False when the disk does not let us, then the next start
@@ -292,6 +350,8 @@ class Shelf:
                 entry = self.index.get(move.bank_id)
                 if entry is None or entry.base != move.old_base or Trust.QUARANTINED in entry.trust:
                     raise StoreFailed(f"bank {move.bank_id} has changed meanwhile")
+                if move.bank_id in self._waiting:
+                    raise StoreFailed(f"the row of bank {move.bank_id} is still to be written")
                 if entries and len(entry.children) != 1:
                     raise StoreFailed(f"another bank has begun to need bank {move.bank_id}")
                 entries.append(entry)
@@ -464,6 +524,7 @@ class Shelf:
     async def _forget_rows(self, bank_ids: Iterable[str]) -> None:
         """Removes rows, also those that could not be removed before. Rows alone do no harm."""
         self._rowless.update(bank_ids)
+        self._waiting.forget(self._rowless)
         self._changed -= self._rowless
         if not self._rowless:
             return
@@ -532,7 +593,12 @@ class Shelf:
             if entry.hidden:
                 await self.run(self.folder.unhide, entry.bank_id)
                 self.index.set_hidden(entry, hidden=False)
-            await self.ask("update", self.catalog.update([entry]))
+            try:
+                await self.ask("update", self.catalog.update([entry]))
+            except CatalogError as error:
+                if error.kind != "locked":
+                    raise
+                self.note(bank_id)  # markers count, rows follow
             self.version += 1
 
     def note(self, bank_id: str) -> None:
@@ -541,11 +607,18 @@ class Shelf:
 
     async def flush(self) -> None:
         """Writes the rows of noted entries. What fails is tried again at the next flush."""
-        noted, self._changed = self._changed, set()
-        entries = [entry for bank_id in noted if (entry := self.index.get(bank_id)) is not None]
+        try:
+            await self._write_waiting()
+        except CatalogError as error:
+            log.warning("rows go on waiting rows=%d error=%s", len(self._waiting), error)
+            return
         if self._rowless:
             async with self.changes:
                 await self._forget_rows(())
+        if self._is_log_long:
+            return
+        noted, self._changed = self._changed, set()
+        entries = [entry for bank_id in noted if (entry := self.index.get(bank_id)) is not None]
         if not entries:
             return
         try:

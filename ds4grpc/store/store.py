@@ -7,10 +7,11 @@ engine and no gRPC. Coroutines on the event loop; nothing here computes or waits
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -136,7 +137,8 @@ class Store:
             self._shelf = Shelf(self._folder, self._config.quota_bytes, threads, self._observer)
             opening.push_async_callback(asyncio.to_thread, self._folder.close)
             await self._shelf.run(self._folder.open)
-            await self._tasks.finish(self._open_catalog())
+            with _nothing_collected():
+                await self._tasks.finish(self._open_catalog())
             opening.push_async_callback(self._close_catalog)
             try:
                 await self._shelf.claim()
@@ -163,16 +165,41 @@ class Store:
         """Opens the catalog and reconciles; one that cannot be used is set aside and rebuilt."""
         try:
             try:
-                await self._read_catalog()
+                if await self._read_catalog():
+                    log.warning("catalog was missing and is rebuilt from the files")
             except CatalogError as error:
                 self._observer.catalog_error(error.kind)
                 if error.kind not in ("corrupt", "other"):
                     raise
-                aside = await self._shelf.run(self._folder.set_catalog_aside, str(int(time.time())))
-                log.warning("catalog set aside and rebuilt file=%s error=%s", aside, error)
+                await self._set_aside(str(error))
                 await self._read_catalog()
+                self._shelf.is_catalog_damaged = False
         except (OSError, CatalogError) as error:
             raise self._unusable(error) from error
+
+    async def _set_aside(self, detail: str) -> None:
+        """The catalog must be closed. Raises OSError."""
+        aside = await self._shelf.run(self._folder.set_catalog_aside, str(int(time.time())))
+        log.warning("catalog set aside and rebuilt file=%s error=%s", aside, detail)
+
+    async def _rebuild(self) -> None:
+        """A statement has found the catalog damaged: makes it anew from the files. Lookups miss
+        meanwhile, and what is known of uses is kept. Raises OSError, CatalogError."""
+        shelf = self._shelf
+        async with self._compactor.turn, self._writer.turn:
+            before = await shelf.run(copies, list(shelf.index))
+            async with shelf.changes:
+                # SQLite removes a log by its name when it closes: that of the next one, if late.
+                await self._close_catalog()
+                await self._set_aside("a statement has found it damaged")
+                await shelf.run(self._folder.prepare_catalog)
+                shelf.catalog = await Catalog.open(self._folder.catalog_path)
+            await self._reconcile(())
+            for old in before:
+                if (entry := shelf.index.get(old.bank_id)) is not None:
+                    shelf.index.take_over(entry, old)
+                    shelf.note(entry.bank_id)
+            shelf.is_catalog_damaged = False
 
     def _unusable(self, error: Exception) -> StoreDisabled:
         return StoreDisabled(
@@ -180,12 +207,17 @@ class Store:
             reason="STORE_FOLDER_UNUSABLE",
         )
 
-    async def _read_catalog(self) -> None:
-        """Raises OSError, CatalogError; then the catalog is closed again."""
-        await self._shelf.run(self._folder.prepare_catalog)
+    async def _read_catalog(self) -> bool:
+        """Returns whether there was none, but banks. Raises OSError, CatalogError; then the
+        catalog is closed again."""
+        if fault := await self._shelf.run(self._folder.catalog_fault):
+            raise CatalogError(fault, "corrupt")
+        was_missing = await self._shelf.run(self._folder.prepare_catalog)
         self._shelf.catalog = await Catalog.open(self._folder.catalog_path)
         try:
-            await self._reconcile(await self._shelf.ask("list", self._shelf.catalog.all()))
+            known = await self._shelf.ask("list", self._shelf.catalog.all())
+            result = await self._reconcile(known)
+            return was_missing and result.num_adopted > 0
         except BaseException:
             await self._close_catalog()
             raise
@@ -226,10 +258,12 @@ class Store:
             except TimeoutError:
                 pass
             try:
+                if self._shelf.is_catalog_damaged:
+                    await self._rebuild()
                 await self._shelf.expire(time.time())
+                await self._shelf.trim_log()
                 await self._shelf.flush()
                 await self._shelf.bury_retired()
-                await self._shelf.trim_log()
                 await self._shelf.claim()
                 if time.monotonic() >= foreign_at:
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
@@ -424,6 +458,18 @@ class Store:
         if entry is None or entry.hidden:
             raise BankNotFound(f"no bank {bank_id!r} is stored; `ds4grpc banks ls` shows which are")
         return entry
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without looks for cyclic garbage: a hundred thousand entries are made, which have none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _infos(entries: Iterable[Entry]) -> list[BankInfo]:
