@@ -17,7 +17,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup serve check lint types check-protos spell fmt test test-fast test-long test-gpu \
-	mutants protos migration bench bench-store dist clean
+	fuzz mutants protos migration bench bench-store dist clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,9 @@ test-long: setup
 
 test-gpu: setup
 	$(PYTEST) -m gpu $(ARGS)
+
+fuzz: setup
+	$(BIN)/python tests/fuzz_reader.py $(ARGS)
 
 mutants: setup
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -15,12 +15,15 @@ from typing import Any
 from ds4grpc.bank import Ids, Record, RecordKind, Waypoint, common_prefix_bytes
 from ds4grpc.errors import BankCorrupt
 from ds4grpc.layout import Span, Spans
+from ds4grpc.store.format import MAX_TEXT_BYTES
 
-# A few bytes can ask for a long key again and again (shared prefixes), so what all keys take
-# once decoded is bounded too, not only what is in the file.
+# A few bytes can ask for a long key again and again (shared prefixes), and eight of them make a
+# waypoint. So what all records take once decoded is bounded too, not only what is in the file.
+MAX_HIDDEN = 1 << 18
 MAX_RECORDS = 4096
 MAX_WAYPOINTS = 1 << 16
-MAX_KEYS_BYTES = 256 << 20
+MAX_DECODED_BYTES = 256 << 20
+_POINT_BYTES = 128  # of a waypoint in memory
 MAX_TOOL_CALLS = 1 << 16
 MAX_CALL_ID_BYTES = 256
 
@@ -54,13 +57,18 @@ class FileContent:
 def fit_records(records: Sequence[Record]) -> tuple[Record, ...]:
     """The first records that the limits of the format allow."""
     fitting: list[Record] = []
-    total = 0
+    decoded = encoded = 0
+    before = b""
     for record in records[:MAX_RECORDS]:
-        total += len(record.key)
-        if total > MAX_KEYS_BYTES:
+        num_points = len(record.waypoints)
+        own = len(record.key) - common_prefix_bytes(before, record.key)
+        decoded += len(record.key) + num_points * _POINT_BYTES
+        encoded += _RECORD.size + own + num_points * _PAIR.size
+        if decoded > MAX_DECODED_BYTES or encoded > MAX_TEXT_BYTES // 2:  # the rest is for spans
             break
-        if len(record.waypoints) <= MAX_WAYPOINTS:
+        if num_points <= MAX_WAYPOINTS:
             fitting.append(record)
+            before = record.key
     return tuple(fitting)
 
 
@@ -80,19 +88,21 @@ def encode_records(hidden: Spans, records: Sequence[Record]) -> bytes:
     return b"".join(parts)
 
 
-def decode_records(data: bytes, frontier: int) -> tuple[Spans, tuple[Record, ...]]:
+def decode_records(data: bytes | bytearray, frontier: int) -> tuple[Spans, tuple[Record, ...]]:
     """Hidden spans and records of a bank with that frontier. Raises BankCorrupt."""
     read = _Bytes(data)
     num_hidden, num_records = read.take(_COUNTS)
     if num_records > MAX_RECORDS:
         raise BankCorrupt(f"{num_records} records; the limit is {MAX_RECORDS}", kind="record")
+    if num_hidden > MAX_HIDDEN:
+        raise BankCorrupt(f"{num_hidden} hidden spans; the limit is {MAX_HIDDEN}", kind="record")
     hidden = Spans(_decode_hidden(read, num_hidden, frontier))
     records: list[Record] = []
-    left = MAX_KEYS_BYTES
+    left = MAX_DECODED_BYTES
     before = b""
     for _ in range(num_records):
         code, renderer, shared, own, anchor, num_waypoints = read.take(_RECORD)
-        left -= shared + own
+        left -= shared + own + num_waypoints * _POINT_BYTES
         if code not in _KIND_OF or shared > len(before) or left < 0:
             raise BankCorrupt("a record's kind or key length is not possible", kind="record")
         before = before[:shared] + read.bytes(own)
@@ -116,7 +126,7 @@ def encode_tools(tools: Sequence[ToolReplay]) -> bytes:
     return b"".join(parts)
 
 
-def decode_tools(data: bytes) -> tuple[ToolReplay, ...]:
+def decode_tools(data: bytes | bytearray) -> tuple[ToolReplay, ...]:
     """The tool replay map. Raises BankCorrupt."""
     read = _Bytes(data)
     (count,) = read.take(_COUNT)
@@ -138,15 +148,15 @@ def decode_tools(data: bytes) -> tuple[ToolReplay, ...]:
 class _Bytes:
     """Bytes read from the front; asking for more than there is raises BankCorrupt."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data = memoryview(data)
         self._at = 0
 
     def bytes(self, count: int) -> bytes:
         start, self._at = self._at, self._at + count
         if self._at > len(self._data):
             raise BankCorrupt("a section ends inside an entry", kind="record")
-        return self._data[start : self._at]
+        return bytes(self._data[start : self._at])
 
     def take(self, form: struct.Struct) -> tuple[Any, ...]:
         return form.unpack(self.bytes(form.size))
@@ -159,7 +169,7 @@ class _Bytes:
 def _decode_hidden(read: _Bytes, count: int, frontier: int) -> tuple[Span, ...]:
     pairs: list[Span] = []
     last = -1
-    for _ in range(count):  # ends with the bytes when the count is absurd
+    for _ in range(count):
         start, end = read.take(_PAIR)
         if not last < start < end <= frontier:
             raise BankCorrupt("hidden spans are not in order or pass the frontier", kind="record")

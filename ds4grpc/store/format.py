@@ -32,7 +32,13 @@ PREAMBLE = struct.Struct("<8sIIQQ")  # magic, version, zero, header bytes, heade
 SECTION_ALIGN_BYTES = 4096  # a page: sections can be mapped, or read with O_DIRECT
 MAX_BLOCK_BYTES = 1 << 20  # what is copied or checked in one piece, beside running streams
 MAX_HEADER_BYTES = 16 << 20  # the checksums of about 1 TiB; bounds what a damaged length allocates
-MAX_TOKENS = (1 << 32) - 1  # positions are u32 in the sections
+# A sparse file costs its writer nothing, so its size bounds nothing: these do.
+MAX_TOKENS = 1 << 24  # 64 MiB of ids; positions are u32 in the sections
+MAX_TEXT_BYTES = 64 << 20  # of the records, and of the tool replay map
+# Windows, tails and fields; a JSON value of two bytes becomes fifty in memory.
+MAX_HEADER_VALUES = 1 << 18
+MAX_TIME_MS = 253_402_300_799_000  # the year 9999, the last that protobuf has
+MAX_TTL_SECONDS = 315_576_000_000.0  # ten thousand years, the longest that protobuf has
 CHECKSUM_DIGITS = 16  # fixed width: the header's length is known before the checksums are
 IDS, RECORDS, TOOLMAP, TAIL, ROWS = "ids", "records", "toolmap", "tail", "rows/"
 RAW = "raw"  # the only encoding so far: the bytes as they are
@@ -282,6 +288,8 @@ def decode_header(data: bytes, expected_checksum: int) -> Header:
     """The header of `data`, each field checked by itself. Raises BankCorrupt."""
     if checksum(data) != expected_checksum:
         raise BankCorrupt("the header's checksum differs", kind="checksum")
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_HEADER_VALUES:
+        raise BankCorrupt(f"the header has over {MAX_HEADER_VALUES} values", kind="format")
     try:
         document = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -296,7 +304,7 @@ def decode_header(data: bytes, expected_checksum: int) -> Header:
         fingerprint=bytes.fromhex(read.text("fingerprint", _HEX_32_BYTES.fullmatch)),
         namespace=bytes.fromhex(read.text("namespace", _HEX_32_BYTES.fullmatch)),
         reason=PersistReason(read.text("reason", lambda text: text in set(PersistReason))),
-        created_at_ms=read.whole("created_at_ms", 1 << 53),
+        created_at_ms=read.whole("created_at_ms", MAX_TIME_MS),
         ttl_seconds=read.seconds("ttl_seconds"),
         layout_id=read.text("layout_id", lambda text: 0 < len(text) <= 1024),
         windows=_decode_windows(read.items("windows")),
@@ -332,6 +340,11 @@ def check_header(header: Header, form: StateForm, sections_bytes: int) -> None:
         raise BankCorrupt("windows or tails that the layout does not have", kind="format")
     lengths = {section.name: section.length for section in header.sections}
     records, toolmap = lengths.get(RECORDS, -1), lengths.get(TOOLMAP, -1)
+    if max(records, toolmap) > MAX_TEXT_BYTES:
+        raise BankCorrupt(
+            f"{max(records, toolmap)} bytes of records or tools; the limit is {MAX_TEXT_BYTES}",
+            kind="format",
+        )
     table = _expected(header, layout, records, toolmap)
     offset = 0
     for section, (name, length, unit) in zip(header.sections, table, strict=False):
@@ -385,7 +398,7 @@ class _Fields:
         value = self._take(name)
         if value is None:
             return None
-        if type(value) not in (int, float) or not 0 < value < 1e12:
+        if type(value) not in (int, float) or not 0 < value <= MAX_TTL_SECONDS:
             raise self._wrong(name)
         return float(value)
 

@@ -79,7 +79,7 @@ class BankFile:
         except OSError as error:
             raise BankCorrupt(f"the file cannot be opened: {error.strerror}", kind="io") from error
         try:
-            size_bytes = files.size_bytes(descriptor)
+            size_bytes = _size_bytes(files, descriptor)
             length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
             if data_start(length) > size_bytes:
                 raise BankCorrupt("the file ends inside its header", kind="truncated")
@@ -109,6 +109,7 @@ class BankFile:
         """
         header = self.header
         ids = np.frombuffer(self._read_section(IDS), dtype="<u4").astype(np.uint32, copy=False)
+        ids.setflags(write=False)
         if bank_id(header.namespace, header.fingerprint, ids) != header.bank_id:
             raise BankCorrupt("the token ids are not those of this bank", kind="identity")
         hidden, records = decode_records(self._read_section(RECORDS), header.frontier)
@@ -177,20 +178,27 @@ class BankFile:
             total += section.length
         return total
 
-    def _read_section(self, name: str) -> bytes:
+    def _read_section(self, name: str) -> bytearray:
         section = self.header.section(name)
-        data = bytearray(section.length)  # at most the file's own size: check_header saw to it
+        data = bytearray(section.length)  # ids, records, toolmap: check_header saw to their size
         view = memoryview(data)
         for index in range(section.num_blocks):
             start, end = section.block(index)
             self.read_block(section, index, view[start:end])
-        return bytes(data)
+        return data
 
     def _read_block_bytes(self, section: Section, index: int) -> bytearray:
         start, end = section.block(index)
         data = bytearray(end - start)
         self.read_block(section, index, memoryview(data))
         return data
+
+
+def _size_bytes(files: Files, descriptor: int) -> int:
+    try:
+        return files.size_bytes(descriptor)
+    except OSError as error:
+        raise BankCorrupt(f"its size is not known: {error.strerror}", kind="io") from error
 
 
 def _read(files: Files, descriptor: int, path: str, offset: int, length: int) -> bytes:

@@ -36,6 +36,7 @@ from ds4grpc.store.format import (
     StateForm,
     block_bytes,
     checksum,
+    decode_header,
     encode_preamble,
     file_name,
     parse_file_name,
@@ -451,7 +452,7 @@ def test_records_damaged_are_refused_or_read(cut: int, flips: list[tuple[int, in
 
 
 def test_records_that_would_blow_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "MAX_KEYS_BYTES", 5000)
+    monkeypatch.setattr(sections, "MAX_DECODED_BYTES", 5000)
     records = [Record(RecordKind.RAW, b"x" * 2000, RENDERER)] * 4
     data = encode_records(Spans(), records)
     assert len(data) < 2500
@@ -468,3 +469,11 @@ def test_tools_come_back_or_are_refused() -> None:
             decode_tools(bad)
     with pytest.raises(BankCorrupt, match="UTF-8"):
         decode_tools(struct.pack("<III", 1, 1, 0) + b"\xff")
+
+
+def test_header_with_a_million_values_is_refused() -> None:
+    """Two bytes of JSON become fifty in memory, and nothing is known of them before that."""
+    data = b'{"windows": [' + b"[]," * 1_000_000 + b"[]]}"
+    with pytest.raises(BankCorrupt, match="values") as refused:
+        decode_header(data, checksum(data))
+    assert refused.value.kind == "format"
