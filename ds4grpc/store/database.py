@@ -52,7 +52,9 @@ def translated() -> Iterator[None]:
         raise CatalogError(str(error), "corrupt") from error
     except sqlalchemy.exc.TimeoutError as error:  # all connections wait for somebody's lock
         raise CatalogError(str(error), "locked") from error
-    except (sqlalchemy.exc.SQLAlchemyError, ValueError, TypeError) as error:  # rows of wrong types
+    except (
+        *(sqlalchemy.exc.SQLAlchemyError, ValueError, TypeError, OverflowError),
+    ) as error:  # rows of wrong types, or of numbers that are none
         raise CatalogError(str(error), "corrupt") from error
 
 

@@ -159,13 +159,15 @@ class Files:
     def rename(self, source: str, target: str) -> None:
         """Renames, replacing what `target` names."""
         self.before("rename", target)
-        os.rename(source, target)
+        with _parent_of(source) as (here, old), _parent_of(target) as (there, new):
+            os.rename(old, new, src_dir_fd=here, dst_dir_fd=there)
 
     def unlink(self, path: str) -> None:
         """Removes a name; one that is not there is no error."""
         self.before("unlink", path)
         try:
-            os.unlink(path)
+            with _parent_of(path) as (folder, name):
+                os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             pass
 

@@ -85,10 +85,8 @@ class Folder:
 
     def __init__(self, files: Files, root: str, fingerprint: bytes) -> None:
         self.files = files
-        self.root = root
-        self.path = os.path.join(root, fingerprint.hex()[:16])
-        self.catalog_path = os.path.join(self.path, _CATALOG_NAMES[0])
-        self.quarantine_path = os.path.join(self.path, "quarantine")
+        self._name = fingerprint.hex()[:16]
+        self._place(root)
         self._lock: int | None = None
         self.new_bytes = 0  # of folders made since the last scan
         self._shards: set[str] = set()  # known to be there
@@ -97,6 +95,8 @@ class Folder:
 
     def open(self) -> None:
         """Makes the folder and takes its lock. Raises StoreDisabled with the reason."""
+        # Whoever names the folder may do so by a link; below it none is followed.
+        self._place(os.path.realpath(self.root))
         try:
             self.files.make_folders(self.root)
             self.files.make_folder(self.path)
@@ -116,6 +116,12 @@ class Folder:
                 "choose another with --kv-disk-dir or turn the tier off with --no-kv-disk",
                 reason="STORE_FOLDER_UNUSABLE",
             ) from error
+
+    def _place(self, root: str) -> None:
+        self.root = root
+        self.path = os.path.join(root, self._name)
+        self.catalog_path = os.path.join(self.path, _CATALOG_NAMES[0])
+        self.quarantine_path = os.path.join(self.path, "quarantine")
 
     def close(self) -> None:
         """Gives the lock back; idempotent."""
@@ -246,6 +252,8 @@ class Folder:
             self.files.scan(self.quarantine_path), key=lambda seen: seen.modified_at, reverse=True
         )
         for seen in kept[num_kept:]:
+            if seen.is_folder:  # that somebody had named like a bank: not ours to empty
+                continue
             self.files.unlink(os.path.join(self.quarantine_path, seen.name))
 
     def quarantined(self) -> list[Seen]:

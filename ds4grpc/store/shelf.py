@@ -210,6 +210,7 @@ class Shelf:
         await self.run(self.folder.probe)
         try:
             await self.ask("update", self.catalog.probe())
+            await self._write_waiting()  # or the next row would find no place to wait
         except CatalogError as error:
             if error.kind != "locked" or self._waiting.is_full:
                 raise

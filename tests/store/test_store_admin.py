@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -21,7 +22,14 @@ from bankkit import (
     names,
 )
 
-from ds4grpc.errors import BankCorrupt, BankInUse, BankNotFound, BankPinned, StoreDisabled
+from ds4grpc.errors import (
+    BankCorrupt,
+    BankInUse,
+    BankNotFound,
+    BankPinned,
+    StoreDisabled,
+    StoreFailed,
+)
 from ds4grpc.layout import StateLayout
 from ds4grpc.store.store import Deleted, Store, StoreConfig
 
@@ -411,3 +419,50 @@ async def test_folder_that_cannot_be_used_disables_the_store(tmp_path: Path, kin
         async with Store(config_of(folder), Observed()):
             pass
     assert caught.value.reason == "STORE_FOLDER_UNUSABLE"
+
+
+async def test_folder_may_be_named_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    os.symlink(tmp_path / "large disk", tmp_path / "banks")
+    async with Store(config_of(tmp_path / "banks"), Observed()) as store:
+        await persist(store, STEM)
+        assert await is_found(store, STEM)
+    assert bank_files(tmp_path / "large disk")
+
+
+async def test_b23_linked_shard_leads_nothing_out_of_the_folder(tmp_path: Path) -> None:
+    """Somebody replaces the folder that a bank lies in by a link to a folder of his own."""
+    home = tmp_path / "banks" / FINGERPRINT.hex()[:16]
+    async with Store(config_of(tmp_path / "banks"), Observed()) as store:
+        (bank_id,) = await persist(store, STEM)
+        link_out(home / bank_id[:2], tmp_path / "outside")
+        before = stored_files(tmp_path / "outside")
+        assert not await is_found(store, STEM)
+        with contextlib.suppress(StoreFailed, BankNotFound):
+            await store.delete(bank_id)
+        assert stored_files(tmp_path / "outside") == before
+    async with Store(config_of(tmp_path / "banks"), Observed()) as store:
+        assert not await is_found(store, STEM)
+    assert stored_files(tmp_path / "outside") == before
+
+
+def link_out(shard: Path, outside: Path) -> None:
+    shard.rename(outside)
+    shard.symlink_to(outside)
+
+
+def stored_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def make_folders(shard: Path) -> None:
+    for number in range(20):
+        (shard / f"ab{number:030x}.0.bank").mkdir(parents=True)
+
+
+async def test_folders_named_like_banks_do_no_harm(tmp_path: Path) -> None:
+    async with Store(config_of(tmp_path), Observed()) as store:
+        await persist(store, STEM)
+    make_folders(tmp_path / FINGERPRINT.hex()[:16] / "ab")
+    async with Store(config_of(tmp_path), Observed()) as store:
+        assert await is_found(store, STEM)

@@ -613,3 +613,12 @@ async def test_b47_log_is_bounded_under_updates_with_a_reader_that_stays(
     assert not log.exists()
     async with Store(config_of(tmp_path), Observed()) as store:
         assert (await store.get(bank_id)).hits == 1
+
+
+async def test_row_whose_size_is_no_number_is_damage(tmp_path: Path) -> None:
+    await fill(tmp_path)
+    with closing(sqlite3.connect(catalog_of(tmp_path))) as catalog, catalog:
+        catalog.execute("update banks set size_bytes = 9e999")
+    async with Store(config_of(tmp_path), Observed()) as store:
+        assert (await found(store, STEM))[0] == 400
+    assert len(names(tmp_path, "catalog.db.bad-*")) >= 1
