@@ -46,6 +46,7 @@ from ds4grpc.engine.messages import (
     Wrote,
 )
 from ds4grpc.engine.observer import EngineObserver
+from ds4grpc.engine.rates import Measured
 from ds4grpc.engine.request import (
     Event,
     FinishReason,
@@ -53,7 +54,7 @@ from ds4grpc.engine.request import (
     Progress,
     RequestKey,
 )
-from ds4grpc.engine.reuse import Rates, ResidentBank
+from ds4grpc.engine.reuse import ResidentBank
 from ds4grpc.engine.runner import Runner
 from ds4grpc.engine.sampler import sample, step_logprobs
 from ds4grpc.engine.scheduler import Scheduler, Work
@@ -66,9 +67,6 @@ from ds4grpc.logs import line
 from ds4grpc.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-# How fast measured rates follow new measurements.
-_RATE_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class Core:
         self._inbox: queue.SimpleQueue[Down] = queue.SimpleQueue()
         self._up: list[Up] = []
         self._running: list[Sequence] = []
-        self._rates = Rates()
+        self._measured = Measured()
         self._when_quiet: list[Callable[[], None]] = []
         self._stopped = False
         self.last_step = time.time()  # Unix seconds of the last turn of the loop
@@ -229,7 +227,8 @@ class Core:
     # 2) Admission
 
     def _admit(self, now: float) -> None:
-        for sequence, placement in self._intake.place(self._running, self._rates, now):
+        rates = self._measured.rates(now)
+        for sequence, placement in self._intake.place(self._running, rates, now):
             self._running.append(sequence)
             sequence.adopt(placement, now)
             source, proposal = placement.source, placement.proposal
@@ -274,7 +273,7 @@ class Core:
                 slot.stored, slot.stored_bank = min(source.stored, base), source.stored_bank
             else:
                 slot.stored, slot.stored_bank = base, source.bank_id
-                self._note_rate(message)
+                self._measured.loaded(message.read_bytes, message.seconds, time.monotonic())
         drop_plan(sequence)
         if message.error is not None:
             self._load_failed(sequence)
@@ -297,15 +296,6 @@ class Core:
         else:
             sequence.load_failures += 1
             self._intake.return_to_front(sequence)
-
-    def _note_rate(self, message: Loaded) -> None:
-        if message.seconds <= 0 or message.read_bytes <= 0:
-            return
-        rate = message.read_bytes / message.seconds
-        self._rates = Rates(
-            self._rates.prefill_tokens_per_second,
-            _follow(self._rates.load_bytes_per_second, rate),
-        )
 
     def _begin(self, sequence: Sequence) -> None:
         """The reuse is in place and final: says so, and prefill starts."""
@@ -372,10 +362,7 @@ class Core:
         prefilled = sum(len(w.ids) for w in work if w.sequence.phase is Phase.PREFILL)
         if prefilled and seconds > 0:
             self._observer.prefilled(prefilled)
-            self._rates = Rates(
-                _follow(self._rates.prefill_tokens_per_second, prefilled / seconds),
-                self._rates.load_bytes_per_second,
-            )
+            self._measured.prefilled(prefilled, seconds)
 
     def _chunk_done(self, sequence: Sequence, work: Work, now: float) -> None:
         del sequence.pending[: len(work.ids)]
@@ -582,7 +569,3 @@ class Core:
 
     def _slot_bank_id(self, slot: Slot) -> str:
         return self._bank_id(slot.namespace, slot.ids[: slot.frontier])
-
-
-def _follow(old: float | None, new: float) -> float:
-    return new if old is None else (1 - _RATE_WEIGHT) * old + _RATE_WEIGHT * new

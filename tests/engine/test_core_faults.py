@@ -14,9 +14,11 @@ from inprocess import Answer, HeldFiles, Rig, TinyModel, running
 from texts import sentences
 
 from ds4grpc.bank import Admission, MissReason, PersistReason, Trust
+from ds4grpc.engine import rates
 from ds4grpc.engine.request import FinishReason
 from ds4grpc.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded
 from ds4grpc.model.interface import Chunk
+from ds4grpc.store.files import Files
 from ds4grpc.store.format import PREAMBLE, data_start, decode_header, decode_preamble
 
 RULES = sentences(6, 1)  # about 90 tokens
@@ -73,6 +75,52 @@ async def test_restore_that_fails_a_check_is_a_miss_and_a_normal_answer(
         assert answer.ids == await rig.cold(answer)
         assert rig.count("ds4grpc_bank_restores_total", "checksum") == 1
         assert rig.store is not None and rig.store.banks_by_trust["quarantined"] == 1
+
+
+class SlowFiles(Files):
+    """A disk that takes `pause` seconds for each read."""
+
+    def __init__(self) -> None:
+        self.pause = 0.0
+
+    def before(self, operation: str, path: str) -> None:
+        if operation == "read":
+            time.sleep(self.pause)
+
+
+async def test_slow_disk_is_overruled_and_tried_again(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [sentences(6, seed) for seed in range(40, 44)]
+    async with running(tiny, tmp_path, slots=4) as rig:
+        said = [(await rig.ask(rig.chat(text), 20)).said() for text in texts]
+        await rig.written()
+    files = SlowFiles()
+    async with running(tiny, tmp_path, slots=4, files=files) as rig:
+        await rig.ask(rig.chat(sentences(6, 50)), 20)  # how fast it prefills is known by now
+        files.pause = 0.05
+
+        async def follow(number: int) -> Answer:
+            return await rig.ask(rig.chat(texts[number], said[number], "Who?"), 20)
+
+        first = await follow(0)
+        assert first.started.admission is Admission.DISK
+        second = await follow(1)
+        assert second.started.admission is Admission.COLD
+        assert second.started.miss_reason is MissReason.LOAD_SLOWER
+        assert second.ids == await rig.cold(second)
+        files.pause = 0.0
+        third = await follow(2)  # nobody has looked whether the disk is well again
+        assert third.started.miss_reason is MissReason.LOAD_SLOWER
+        monkeypatch.setattr(rates, "_BELIEF_SECONDS", 0.02)
+        await asyncio.sleep(0.5)
+        fourth = await follow(3)
+        assert fourth.started.admission is Admission.DISK
+        assert fourth.ids == await rig.cold(fourth)
+        await rig.forget_all()
+        monkeypatch.undo()
+        again = await follow(0)  # measured as fast: no time has to pass any more
+        assert again.started.admission is Admission.DISK
 
 
 async def test_step_that_fails_after_a_restore_takes_its_bank_out_of_service(
