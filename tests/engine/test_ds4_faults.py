@@ -1,6 +1,6 @@
 """Faults of the disk tier of ds4, the system that this one re-creates: each must be impossible.
 
-The names carry the numbers of docs/ds4-faults.md, which tells what went wrong there, and which
+The names carry the numbers of docs/field-reports.md, which tells what went wrong there, and which
 other tests cover the rest.
 """
 
@@ -153,6 +153,23 @@ async def test_ds4_36_bank_that_fills_the_context_is_restored(
         assert whole.started.admission is Admission.DISK_PARTIAL
         assert whole.started.pos_base == 255
         await assert_equals_cold(rig, whole)
+
+
+async def test_ds4_38_banks_outlive_a_shorter_context(plain: TinyModel, tmp_path: Path) -> None:
+    async with running(plain, tmp_path, max_context=512) as rig:
+        prompt = rig.chat(HOUSE)
+        said = (await rig.ask(prompt, 200)).said()
+        await rig.written()
+        frontier = (await rig.bank()).frontier
+        assert frontier > 256
+    async with running(plain, tmp_path, max_context=256) as rig:
+        shorter = await rig.ask(prompt, 20)
+        assert shorter.started.pos_base in (0, len(prompt.ids) - 1)
+        await assert_equals_cold(rig, shorter)
+    async with running(plain, tmp_path, max_context=512) as rig:
+        answer = await rig.ask(rig.chat(HOUSE, said, "Who?"), 20)
+        assert (answer.started.admission, answer.started.pos_base) == (Admission.DISK, frontier)
+        await assert_equals_cold(rig, answer)
 
 
 async def test_ds4_41_reasons_come_back_from_the_files(tmp_path: Path) -> None:

@@ -159,3 +159,10 @@ def test_error_tree_in_the_docstring_names_every_class() -> None:
 
     drawn = re.findall(r"^    (?:[│├└─ ]+ )?([A-Z]\w+)", errors.__doc__ or "", re.MULTILINE)
     assert sorted(drawn) == sorted(set(walk(errors.Ds4grpcError)))
+
+
+def test_every_test_that_the_docs_name_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "field-reports.md").read_text()))
+    assert len(named) > 40
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in named if f"def {name}(" not in sources} == set()
