@@ -7,6 +7,7 @@ nothing else runs beside it.
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,6 +46,14 @@ def _room(*, exclusive: bool) -> Iterator[None]:
             fcntl.flock(turnstile, fcntl.LOCK_EX)
             fcntl.flock(room, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_channel_is_left() -> Iterator[None]:
+    """gRPC ends with its last channel, and waits for that: were it collected some time later, it
+    would block the event loop of a test that knows nothing of it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -140,9 +140,11 @@ async def test_every_metric_moves_and_says_what_the_script_counted(
             await full_slots(client)
             moved |= names_off_zero(running.metrics())
     moved |= {"ds4grpc_requests_running", "ds4grpc_requests_waiting"}  # seen in `fork`
-    # Faults are produced where they are tested; everything else has moved.
+    # Faults are produced where they are tested, and so are chains that are long enough to merge;
+    # everything else has moved.
     faults = {"ds4grpc_catalog_errors_total", "ds4grpc_bank_persist_failures_total"}
-    assert {family.name for family in FAMILIES} - moved == faults
+    others = {"ds4grpc_bank_compacted_bytes_total"}
+    assert {family.name for family in FAMILIES} - moved == faults | others
 
 
 async def talk(client: Client, tally: Tally, messages: list[tuple[str, ...]]) -> None:
