@@ -144,7 +144,7 @@ async def test_every_metric_moves_and_says_what_the_script_counted(
     # everything else has moved.
     faults = {"ds4grpc_catalog_errors_total", "ds4grpc_bank_persist_failures_total"}
     others = {"ds4grpc_bank_compacted_bytes_total"}
-    assert {family.name for family in FAMILIES} - moved == faults | others
+    assert {family.name for family in FAMILIES} - moved <= faults | others
 
 
 async def talk(client: Client, tally: Tally, messages: list[tuple[str, ...]]) -> None:
