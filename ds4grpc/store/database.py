@@ -52,9 +52,8 @@ def translated() -> Iterator[None]:
         raise CatalogError(str(error), "corrupt") from error
     except sqlalchemy.exc.TimeoutError as error:  # all connections wait for somebody's lock
         raise CatalogError(str(error), "locked") from error
-    except (
-        *(sqlalchemy.exc.SQLAlchemyError, ValueError, TypeError, OverflowError),
-    ) as error:  # rows of wrong types, or of numbers that are none
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError, TypeError, OverflowError) as error:
+        # Rows of wrong types, or of numbers that are none.
         raise CatalogError(str(error), "corrupt") from error
 
 
