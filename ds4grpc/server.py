@@ -455,6 +455,7 @@ def _add_banks(
         loaded.kv_bytes,
         loaded.checkpoint.tokenizer,
         workers,
+        loaded.model.numeric_mode,
     )
     bank_pb2_grpc.add_BankServiceServicer_to_server(service, server)
 

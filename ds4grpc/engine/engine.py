@@ -73,6 +73,7 @@ _STREAM_FULL = 1024
 _STREAM_LOW = 128
 _RECENT = 100  # ended generations that ListGenerations still shows
 _RETRY_SECONDS = 2.0
+_CLOCK_SET_SECONDS = 0.1  # two readings of the clocks are never so far apart by themselves
 
 
 @dataclass(slots=True)
@@ -183,6 +184,7 @@ class TorchEngine:
         self._recent: deque[GenerationInfo] = deque(maxlen=_RECENT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._clock_offset = time.time() - time.monotonic()
 
     async def __aenter__(self) -> TorchEngine:
         self._loop = asyncio.get_running_loop()
@@ -488,8 +490,11 @@ class TorchEngine:
             yield want, persisted
 
     async def residents(self) -> list[ResidentInfo]:
-        """All resident banks."""
+        """All resident banks. Times of use stay what they were, from one call to the next, unless
+        the clock is set."""
         offset = time.time() - time.monotonic()
+        if abs(offset - self._clock_offset) > _CLOCK_SET_SECONDS:
+            self._clock_offset = offset
         return [
             ResidentInfo(
                 slot=bank.slot,
@@ -503,7 +508,7 @@ class TorchEngine:
                 hidden_tokens=bank.content.hidden.num_tokens,
                 records=bank.content.records,
                 ids=bank.content.ids,
-                last_use=bank.last_use + offset,
+                last_use=bank.last_use + self._clock_offset,
             )
             for identity, stored, bank in await self.ask(self._core.residents)
         ]

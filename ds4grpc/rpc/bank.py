@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds4grpc.bank import PersistReason, Record, RecordKind, Trust, tenant_tag
 from ds4grpc.engine.engine import ResidentInfo, TorchEngine
 from ds4grpc.errors import BankInUse, BankNotFound, InvalidRequest, StoreDisabled
-from ds4grpc.rpc import convert, listing, validate
+from ds4grpc.rpc import bank_view, convert, listing, validate
 from ds4grpc.rpc.identity import Tenants
 from ds4grpc.rpc.model import last_text
 from ds4grpc.store.store import BankInfo, Store
@@ -47,6 +48,7 @@ class _Bank:
     bank_id: str
     resident: ResidentInfo | None
     stored: BankInfo | None
+    in_use: bool = False  # a running generation is in it, or went on from it
 
     @property
     def location(self) -> str:
@@ -92,6 +94,7 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         kv_memory_bytes: int,
         tokenizer: Tokenizer,
         workers: Executor,
+        dtype: str,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -100,32 +103,36 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         self._kv_memory_bytes = kv_memory_bytes
         self._tokenizer = tokenizer
         self._workers = workers
+        self._dtype = dtype  # of the rows
 
     async def ListBanks(
         self, request: pb.ListBanksRequest, context: Context
     ) -> pb.ListBanksResponse:
-        terms = listing.parse_filter(request.filter)
+        query = listing.parse(request.filter, request.order_by, time.time())
         banks = await self._banks(context)
 
-        def chosen() -> tuple[Sequence[listing.Row], str, int]:
-            rows = [row for bank in banks.values() if listing.matches(row := bank.row(), terms)]
-            ordered = listing.ordered(rows, request.order_by)
-            return *listing.page(ordered, request.page_size, request.page_token), len(rows)
+        def chosen() -> listing.Page:
+            rows = (bank.row() for bank in banks.values())
+            return listing.page(rows, query, request.page_size, request.page_token)
 
-        shown, token, total = await self._in_worker(chosen)
+        page = await self._in_worker(chosen)
         return pb.ListBanksResponse(
-            banks=[_message(banks[row.bank_id]) for row in shown],
-            next_page_token=token,
-            total_size=total,
+            banks=[_message(banks[row.bank_id]) for row in page.rows],
+            next_page_token=page.next_page_token,
+            total_size=page.total_size,
         )
 
     async def GetBank(self, request: pb.GetBankRequest, context: Context) -> pb.GetBankResponse:
         bank = await self._find(request.bank_id, context)
         message = _message(bank)
+        records: tuple[Record, ...] = ()
+        if bank.stored is not None:
+            inspected = await self._need_store().inspect(bank.bank_id)
+            message.file.CopyFrom(bank_view.file_of(inspected.header, self._dtype))
+            message.chain.extend(map(bank_view.link_of, inspected.chain))
+            records = inspected.content.records
         if bank.resident is not None:
-            records: tuple[Record, ...] = bank.resident.records
-        else:
-            records = (await self._need_store().read(bank.bank_id)).records
+            records = bank.resident.records
         with_text = bool(request.include_key_text)
         message.records.extend(
             await self._in_worker(lambda: self._records(records, include_text=with_text))
@@ -136,7 +143,7 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         self, request: pb.DeleteBankRequest, context: Context
     ) -> pb.DeleteBankResponse:
         bank = await self._find(request.bank_id, context)
-        if bank.resident is not None and bank.resident.in_use:
+        if bank.in_use:
             raise BankInUse(
                 f"bank {bank.bank_id} is in use by a running generation; cancel it or retry later"
             )
@@ -208,6 +215,14 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
             num_quarantined=found.num_quarantined,
             duration=convert.duration(loop.time() - began),
         )
+
+    async def CollectGarbage(
+        self, request: pb.CollectGarbageRequest, context: Context
+    ) -> pb.CollectGarbageResponse:
+        pieces = await self._need_store().collect_garbage(
+            quarantined=request.include_quarantined, dry_run=request.validate_only
+        )
+        return bank_view.collected(pieces)
 
     async def GetStorage(
         self, request: pb.GetStorageRequest, context: Context
@@ -317,8 +332,14 @@ def _merged(
         if resident.namespace.startswith(tag):
             known = banks.get(resident.bank_id)
             banks[resident.bank_id] = _Bank(
-                resident.bank_id, resident, known.stored if known is not None else None
+                resident.bank_id,
+                resident,
+                known.stored if known is not None else None,
+                resident.in_use,
             )
+    for resident in residents:
+        if resident.in_use and resident.stored_bank in banks:
+            banks[resident.stored_bank] = replace(banks[resident.stored_bank], in_use=True)
     return banks
 
 

@@ -103,6 +103,11 @@ class Shelf:
         )
 
     @property
+    def retired(self) -> tuple[tuple[str, int, int], ...]:
+        """(bank id, base, bytes) of files that are here still and whose place others have taken."""
+        return tuple(self._retired)
+
+    @property
     def _slack_bytes(self) -> int:
         return min(SLACK_BYTES, self.quota_bytes // 16)
 
@@ -445,9 +450,12 @@ class Shelf:
             if current is None or current.hidden:
                 raise BankNotFound(f"bank {bank_id} has just been deleted")
             if current.pinned:
-                raise BankPinned(f"bank {bank_id} is pinned; unpin it first")
+                raise BankPinned(f"bank {bank_id} is pinned; `ds4grpc banks unpin` it first")
             if bank_id in self.leases.held():
-                raise BankInUse(f"bank {bank_id} is in use by a running generation")
+                raise BankInUse(
+                    f"bank {bank_id} is in use by a generation or an export; cancel that, or retry"
+                    " later"
+                )
             return await self._drop(current)
 
     async def expire(self, now: float) -> None:

@@ -10,9 +10,10 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ds4grpc.bank import PersistReason, RecordKind, Trust
@@ -27,7 +28,9 @@ from ds4grpc.store.delta import DeltaWriter
 from ds4grpc.store.files import Files
 from ds4grpc.store.folder import Folder
 from ds4grpc.store.format import StateForm
+from ds4grpc.store.garbage import Piece, collect
 from ds4grpc.store.index import Entry
+from ds4grpc.store.inspect import Inspected, chain_of, header_and_content
 from ds4grpc.store.match import Finder, LeasedBank
 from ds4grpc.store.observer import StoreObserver
 from ds4grpc.store.pace import Pace
@@ -364,6 +367,13 @@ class Store:
         entry = self._visible(bank_id)
         return await self._tasks.finish(self._checked(entry, BankFile.read_content))
 
+    async def inspect(self, bank_id: str) -> Inspected:
+        """Header, ids and records of its own file, and its chain. Raises BankNotFound,
+        BankCorrupt."""
+        entry = self._visible(bank_id)
+        chain = chain_of(self._shelf.index, entry)
+        return Inspected(*await self._tasks.finish(self._checked(entry, header_and_content)), chain)
+
     async def delete(self, bank_id: str) -> Deleted:
         """Raises BankNotFound, BankPinned, BankInUse, StoreFailed."""
         self._visible(bank_id)
@@ -425,13 +435,21 @@ class Store:
 
     async def rescan(self) -> Reconciled:
         """Reads the folder again, as at a start. Raises StoreFailed."""
-        return await self._tasks.finish(self._rescan())
+        return await self._tasks.finish(self._at_rest(self._rescan))
+
+    async def collect_garbage(self, *, quarantined: bool, dry_run: bool) -> list[Piece]:
+        """Removes what nobody can use: see `garbage.collect`. Raises StoreFailed."""
+        work = partial(collect, self._shelf, self._rescan, quarantined=quarantined, dry_run=dry_run)
+        return await self._tasks.finish(self._at_rest(work))
 
     async def _rescan(self) -> Reconciled:
+        return await self._reconcile(await self._shelf.run(copies, list(self._shelf.index)))
+
+    async def _at_rest(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Runs what looks at the whole folder, while nothing is written or merged."""
         async with self._compactor.turn, self._writer.turn:
             try:
-                entries = await self._shelf.run(copies, list(self._shelf.index))
-                return await self._reconcile(entries)
+                return await work()
             except (OSError, CatalogError) as error:
                 raise StoreFailed(f"the folder could not be read again: {error}") from error
 

@@ -33,6 +33,16 @@ class TrustFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRUST_FLAG_DURABLE: _ClassVar[TrustFlag]
     TRUST_FLAG_PROVEN: _ClassVar[TrustFlag]
     TRUST_FLAG_QUARANTINED: _ClassVar[TrustFlag]
+
+class GarbageKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GARBAGE_KIND_UNSPECIFIED: _ClassVar[GarbageKind]
+    GARBAGE_KIND_EXPIRED: _ClassVar[GarbageKind]
+    GARBAGE_KIND_DELETED: _ClassVar[GarbageKind]
+    GARBAGE_KIND_RETIRED: _ClassVar[GarbageKind]
+    GARBAGE_KIND_LEFTOVER: _ClassVar[GarbageKind]
+    GARBAGE_KIND_ORPHAN: _ClassVar[GarbageKind]
+    GARBAGE_KIND_QUARANTINED: _ClassVar[GarbageKind]
 BANK_LOCATION_UNSPECIFIED: BankLocation
 BANK_LOCATION_RESIDENT: BankLocation
 BANK_LOCATION_STORED: BankLocation
@@ -47,6 +57,13 @@ TRUST_FLAG_KEYED: TrustFlag
 TRUST_FLAG_DURABLE: TrustFlag
 TRUST_FLAG_PROVEN: TrustFlag
 TRUST_FLAG_QUARANTINED: TrustFlag
+GARBAGE_KIND_UNSPECIFIED: GarbageKind
+GARBAGE_KIND_EXPIRED: GarbageKind
+GARBAGE_KIND_DELETED: GarbageKind
+GARBAGE_KIND_RETIRED: GarbageKind
+GARBAGE_KIND_LEFTOVER: GarbageKind
+GARBAGE_KIND_ORPHAN: GarbageKind
+GARBAGE_KIND_QUARANTINED: GarbageKind
 
 class Waypoint(_message.Message):
     __slots__ = ("key_offset_bytes", "token_position")
@@ -73,7 +90,7 @@ class BankRecord(_message.Message):
     def __init__(self, kind: _Optional[_Union[RecordKind, str]] = ..., key_bytes: _Optional[int] = ..., key_tokens: _Optional[int] = ..., renderer: _Optional[str] = ..., waypoints: _Optional[_Iterable[_Union[Waypoint, _Mapping]]] = ..., key_text: _Optional[str] = ...) -> None: ...
 
 class Bank(_message.Message):
-    __slots__ = ("bank_id", "location", "frontier", "trust", "parent_bank_id", "base", "size_bytes", "pinned", "hits", "create_time", "last_use_time", "verify_time", "persist_reason", "record_kinds", "slot", "records", "hidden_tokens")
+    __slots__ = ("bank_id", "location", "frontier", "trust", "parent_bank_id", "base", "size_bytes", "pinned", "hits", "create_time", "last_use_time", "verify_time", "persist_reason", "record_kinds", "slot", "records", "hidden_tokens", "file", "chain")
     BANK_ID_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +108,8 @@ class Bank(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
     bank_id: str
     location: BankLocation
     frontier: int
@@ -108,7 +127,53 @@ class Bank(_message.Message):
     slot: int
     records: _containers.RepeatedCompositeFieldContainer[BankRecord]
     hidden_tokens: int
-    def __init__(self, bank_id: _Optional[str] = ..., location: _Optional[_Union[BankLocation, str]] = ..., frontier: _Optional[int] = ..., trust: _Optional[_Iterable[_Union[TrustFlag, str]]] = ..., parent_bank_id: _Optional[str] = ..., base: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., hits: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., persist_reason: _Optional[str] = ..., record_kinds: _Optional[_Iterable[_Union[RecordKind, str]]] = ..., slot: _Optional[int] = ..., records: _Optional[_Iterable[_Union[BankRecord, _Mapping]]] = ..., hidden_tokens: _Optional[int] = ...) -> None: ...
+    file: BankFile
+    chain: _containers.RepeatedCompositeFieldContainer[BankLink]
+    def __init__(self, bank_id: _Optional[str] = ..., location: _Optional[_Union[BankLocation, str]] = ..., frontier: _Optional[int] = ..., trust: _Optional[_Iterable[_Union[TrustFlag, str]]] = ..., parent_bank_id: _Optional[str] = ..., base: _Optional[int] = ..., size_bytes: _Optional[int] = ..., pinned: _Optional[bool] = ..., hits: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., persist_reason: _Optional[str] = ..., record_kinds: _Optional[_Iterable[_Union[RecordKind, str]]] = ..., slot: _Optional[int] = ..., records: _Optional[_Iterable[_Union[BankRecord, _Mapping]]] = ..., hidden_tokens: _Optional[int] = ..., file: _Optional[_Union[BankFile, _Mapping]] = ..., chain: _Optional[_Iterable[_Union[BankLink, _Mapping]]] = ...) -> None: ...
+
+class BankFile(_message.Message):
+    __slots__ = ("format_version", "fingerprint", "layout_id", "dtype", "checksum", "sections", "ttl", "head")
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SECTIONS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    format_version: int
+    fingerprint: str
+    layout_id: str
+    dtype: str
+    checksum: str
+    sections: _containers.RepeatedCompositeFieldContainer[BankSection]
+    ttl: _duration_pb2.Duration
+    head: int
+    def __init__(self, format_version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layout_id: _Optional[str] = ..., dtype: _Optional[str] = ..., checksum: _Optional[str] = ..., sections: _Optional[_Iterable[_Union[BankSection, _Mapping]]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., head: _Optional[int] = ...) -> None: ...
+
+class BankSection(_message.Message):
+    __slots__ = ("name", "size_bytes", "num_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    num_blocks: int
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class BankLink(_message.Message):
+    __slots__ = ("bank_id", "base", "frontier", "size_bytes", "hidden")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    base: int
+    frontier: int
+    size_bytes: int
+    hidden: bool
+    def __init__(self, bank_id: _Optional[str] = ..., base: _Optional[int] = ..., frontier: _Optional[int] = ..., size_bytes: _Optional[int] = ..., hidden: _Optional[bool] = ...) -> None: ...
 
 class ListBanksRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "filter", "order_by")
@@ -239,6 +304,32 @@ class RescanBanksResponse(_message.Message):
     num_quarantined: int
     duration: _duration_pb2.Duration
     def __init__(self, num_banks: _Optional[int] = ..., num_adopted: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CollectGarbageRequest(_message.Message):
+    __slots__ = ("include_quarantined", "validate_only")
+    INCLUDE_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    include_quarantined: bool
+    validate_only: bool
+    def __init__(self, include_quarantined: _Optional[bool] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class CollectGarbageResponse(_message.Message):
+    __slots__ = ("collected", "freed_bytes")
+    COLLECTED_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    collected: _containers.RepeatedCompositeFieldContainer[CollectedGarbage]
+    freed_bytes: int
+    def __init__(self, collected: _Optional[_Iterable[_Union[CollectedGarbage, _Mapping]]] = ..., freed_bytes: _Optional[int] = ...) -> None: ...
+
+class CollectedGarbage(_message.Message):
+    __slots__ = ("kind", "num_files", "size_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: GarbageKind
+    num_files: int
+    size_bytes: int
+    def __init__(self, kind: _Optional[_Union[GarbageKind, str]] = ..., num_files: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStorageRequest(_message.Message):
     __slots__ = ()

@@ -76,6 +76,11 @@ class BankServiceStub:
                 request_serializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.SerializeToString,
                 response_deserializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.FromString,
                 _registered_method=True)
+        self.CollectGarbage = channel.unary_unary(
+                '/ds4grpc.v1.BankService/CollectGarbage',
+                request_serializer=ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageRequest.SerializeToString,
+                response_deserializer=ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageResponse.FromString,
+                _registered_method=True)
         self.GetStorage = channel.unary_unary(
                 '/ds4grpc.v1.BankService/GetStorage',
                 request_serializer=ds4grpc_dot_v1_dot_bank__pb2.GetStorageRequest.SerializeToString,
@@ -89,32 +94,38 @@ class BankServiceServicer:
     """
 
     def ListBanks(self, request, context):
-        """Lists banks.
+        """Lists banks, a page at a time. Banks that come or go between two pages neither hide others nor
+        show them twice; one whose place in the order changes meanwhile may do either.
 
         Errors:
-        * INVALID_ARGUMENT: page_token, filter or order_by is not understood.
+        * INVALID_ARGUMENT: page_token, filter or order_by is not understood, or the token belongs to
+        another filter or order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBank(self, request, context):
-        """Shows one bank.
+        """Shows one bank: where it is, what its file says of itself, the files that hold its rows, its
+        records.
 
         Errors:
         * NOT_FOUND: no such bank.
+        * DATA_LOSS: its file failed a check and is quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteBank(self, request, context):
-        """Deletes a stored bank and forgets its resident copy. A bank whose rows others need is hidden
-        at once; its bytes go when they no longer need them.
+        """Deletes a stored bank and forgets its resident copy. A parent, whose rows others need, is
+        hidden at once: no call shows it and no prompt matches it. Its bytes go with the last bank
+        that needs them.
 
         Errors:
-        * NOT_FOUND: no such bank.
-        * FAILED_PRECONDITION: the bank is pinned, or in use by a running generation.
+        * NOT_FOUND: no such bank, or it is hidden already.
+        * FAILED_PRECONDITION: the bank is pinned (BANK_PINNED: unpin it first), or a generation or an
+        export uses it (BANK_IN_USE: cancel that, or retry later).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,6 +183,20 @@ class BankServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CollectGarbage(self, request, context):
+        """Removes what nobody can use any more and reports it: expired banks, deleted ones whose rows
+        nobody needs, files whose place others have taken, leftovers of writes. All of it goes by
+        itself sooner or later. Files without a row are looked into: good ones are banks again, others
+        go into quarantine.
+
+        Errors:
+        * FAILED_PRECONDITION: the disk tier is off.
+        * UNAVAILABLE: the disk or the catalog refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStorage(self, request, context):
         """Shows the disk tier: folder, bytes, quota.
         """
@@ -221,6 +246,11 @@ def add_BankServiceServicer_to_server(servicer, server):
                     servicer.RescanBanks,
                     request_deserializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.FromString,
                     response_serializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.SerializeToString,
+            ),
+            'CollectGarbage': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectGarbage,
+                    request_deserializer=ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageRequest.FromString,
+                    response_serializer=ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageResponse.SerializeToString,
             ),
             'GetStorage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStorage,
@@ -446,6 +476,33 @@ class BankService:
             '/ds4grpc.v1.BankService/RescanBanks',
             ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.SerializeToString,
             ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGarbage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ds4grpc.v1.BankService/CollectGarbage',
+            ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageRequest.SerializeToString,
+            ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageResponse.FromString,
             options,
             channel_credentials,
             insecure,

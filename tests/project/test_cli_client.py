@@ -25,7 +25,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ds4grpc.cli import main
-from ds4grpc.errors import Ds4grpcError, InvalidRequest, Overloaded
+from ds4grpc.errors import BankInUse, BankNotFound, Ds4grpcError, InvalidRequest, Overloaded
 from ds4grpc.rpc.status import DETAILS_KEY, status_code, to_status
 from ds4grpc.v1 import (
     bank_pb2,
@@ -60,6 +60,7 @@ class Scripted(
         self.cancel_asked = threading.Event()
         self.cancelled = threading.Event()
         self.listed: list[bank_pb2.ListBanksRequest] = []
+        self.deleted: list[str] = []
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.asked.append(request)
@@ -153,13 +154,30 @@ class Scripted(
         )
         record.waypoints.add(key_offset_bytes=400, token_position=1000)
         record.key_text = "the key" if request.include_key_text else ""
+        found.file.format_version = 1
+        found.file.sections.add(name="rows/k.0", size_bytes=2**20, num_blocks=1)
+        found.chain.add(bank_id="c" * 32, frontier=600, size_bytes=2**20, hidden=True)
+        found.chain.add(bank_id=found.bank_id, base=600, frontier=1000, size_bytes=5 * 2**20)
         return bank_pb2.GetBankResponse(bank=found)
 
     def PinBank(self, request: Any, context: Any) -> Any:
         return bank_pb2.PinBankResponse(bank=bank(7))
 
     def DeleteBank(self, request: Any, context: Any) -> Any:
+        if int(request.bank_id, 16) == 440:
+            refuse(context, BankInUse("bank 440 is in use by a generation or an export"))
+        if int(request.bank_id, 16) == 441:
+            refuse(context, BankNotFound("no bank 441"))
+        self.deleted.append(request.bank_id)
         return bank_pb2.DeleteBankResponse(freed_bytes=3 * 2**20)
+
+    def CollectGarbage(self, request: Any, context: Any) -> Any:
+        reply = bank_pb2.CollectGarbageResponse(freed_bytes=2**20)
+        kind = bank_pb2.GARBAGE_KIND_LEFTOVER
+        reply.collected.add(kind=kind, num_files=2, size_bytes=2**20)
+        if request.include_quarantined:
+            reply.collected.add(kind=bank_pb2.GARBAGE_KIND_QUARANTINED, num_files=3)
+        return reply
 
     def VerifyBanks(self, request: Any, context: Any) -> Iterator[Any]:
         yield bank_pb2.VerifyBanksResponse(bank_id=BANK_ID, ok=True, read_bytes=9, done=1, total=2)
@@ -193,6 +211,8 @@ def bank(number: int) -> bank_pb2.Bank:
         trust=[bank_pb2.TRUST_FLAG_COMMITTED, bank_pb2.TRUST_FLAG_PROVEN],
         record_kinds=[bank_pb2.RECORD_KIND_VISIBLE, bank_pb2.RECORD_KIND_VISIBLE],
         size_bytes=5 * 2**20,
+        base=number,
+        pinned=number < 3,
     )
 
 
@@ -342,13 +362,18 @@ def test_banks_ls_pages_up_to_its_limit(scripted: tuple[Scripted, str]) -> None:
         *("000000000000", "stored", "-", "1,000", "0", "5.0 MiB", "visible"),
         *("committed,proven", "0"),
     ]
-    assert len(run("banks", "ls", "--limit", "9999", "--server", target).stdout.splitlines()) == 451
+    shown = run("banks", "ls", "--limit", "9999", "--sort", "hits desc", "--server", target)
+    assert len(shown.stdout.splitlines()) == 451
+    assert {request.order_by for request in service.listed} == {"", "hits desc"}
 
 
 def test_banks_show_has_key_kind_frontier_and_waypoints(scripted: tuple[Scripted, str]) -> None:
     _, target = scripted
-    shown = run("banks", "show", "000000", "--key", "--server", target).stdout
+    shown = run("banks", "show", "000000", "--keys", "--server", target).stdout
     assert "frontier  1,000 tokens" in shown
+    assert "sections  rows/k.0 1.0 MiB" in shown
+    assert f"{'c' * 32}\t0\t600\t1.0 MiB\thidden\n" in shown
+    assert "the key" not in run("banks", "show", "000000", "--server", target).stdout
     assert "record 0: key kind visible, 90 tokens, 400 bytes" in shown
     assert "400→1000" in shown
     assert "the key" in shown
@@ -365,6 +390,57 @@ def test_banks_commands_report_what_was_done(scripted: tuple[Scripted, str]) -> 
     flushed = run("banks", "flush", "--server", target).stdout
     assert flushed == f"{BANK_ID} 1,000 tokens: 2.0 KiB written\n"
     assert "9 banks: 2 adopted" in run("banks", "rescan", "--server", target).stdout
+
+
+def test_banks_rm_of_many_asks_and_a_pipe_must_say_yes(scripted: tuple[Scripted, str]) -> None:
+    service, target = scripted
+    for how in (("--all",), ("--older-than", "2h"), ("--filter", "hits = 0")):
+        refused = run("banks", "rm", *how, "--server", target, code=2)
+        assert "447 banks would be deleted; there is no terminal to ask on" in refused.stderr
+        assert f"  {449:032x} stored" in refused.stderr
+        assert "and 397 more" in refused.stderr
+    assert service.deleted == []
+    assert [request.filter for request in service.listed[::3]] == ["", "idle > 2h", "hits = 0"]
+    with Terminal("banks", "rm", "--all", "--server", target) as terminal:
+        terminal.wait_for("Delete 447 banks, 2.2 GiB? [y/N]: ")
+        terminal.type("n\n")
+        assert terminal.process.wait(10) == 1
+    assert service.deleted == []
+
+
+def test_banks_rm_of_many_spares_pinned_ones_and_goes_on_after_a_refusal(
+    scripted: tuple[Scripted, str],
+) -> None:
+    service, target = scripted
+    done = run("banks", "rm", "--all", "--yes", "--server", target, code=1)
+    assert "3 pinned banks are kept" in done.stderr
+    assert "bank 440 is in use" in done.stderr
+    assert "441" not in done.stderr  # it has gone by itself
+    wanted = [n for n in range(449, 2, -1) if n not in (440, 441)]  # children before parents
+    assert service.deleted == [f"{n:032x}" for n in wanted]
+    assert "no bank 441" in run("banks", "rm", f"{441:032x}", "--server", target, code=1).stderr
+    (error,) = json_lines(run("banks", "rm", f"{440:032x}", "--json", "--server", target, code=1))
+    assert error["error"]["reason"] == "BANK_IN_USE"
+
+
+@pytest.mark.parametrize("how", [(), (BANK_ID, "--all"), ("--older-than", "soon")])
+def test_banks_rm_that_is_unclear_is_refused(
+    scripted: tuple[Scripted, str], how: tuple[str, ...]
+) -> None:
+    service, target = scripted
+    run("banks", "rm", *how, "--yes", "--server", target, code=2)
+    assert (service.deleted, service.listed) == ([], [])
+
+
+def test_banks_gc_reports_each_kind(scripted: tuple[Scripted, str]) -> None:
+    _, target = scripted
+    shown = run("banks", "gc", "--quarantined", "--dry-run", "--server", target).stdout
+    assert shown.splitlines() == [
+        "leftover          2 files    1.0 MiB",
+        "quarantined       3 files        0 B",
+        "1.0 MiB would be free again",
+    ]
+    assert run("banks", "gc", "--server", target).stdout.endswith("1.0 MiB free again\n")
 
 
 def test_banks_verify_fails_when_a_bank_is_damaged(scripted: tuple[Scripted, str]) -> None:
