@@ -60,7 +60,7 @@ class PersistReason(enum.StrEnum):
     REST = "rest"  # idle for a while with something new
     EVICT = "evict"  # its slot was taken
     STOP = "stop"  # the server stops
-    ADMIN = "admin"  # FlushBanks
+    ADMIN = "admin"  # FlushBanks, ExportBank, ImportBank
 
 
 class Trust(enum.IntFlag):

@@ -7,6 +7,7 @@ import sys
 import click
 
 from ds4grpc.commands.bank_calls import bank_ids_argument, full_ids, listed, report, service
+from ds4grpc.commands.bank_files import export, take
 from ds4grpc.commands.bank_removal import collect, remove
 from ds4grpc.commands.bank_show import show, trust
 from ds4grpc.commands.options import Target, client_options
@@ -27,7 +28,7 @@ def banks() -> None:
     """
 
 
-for _command in (show, remove, collect):
+for _command in (show, remove, collect, export, take):
     banks.add_command(_command)
 
 

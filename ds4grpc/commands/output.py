@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +42,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         shown.add_row(*(printable(cell) for cell in row))
     Console(markup=False, highlight=False).print(shown)
+
+
+@contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while the block runs, when that is a terminal; it moves by the bytes given
+    to what this yields. Any thread may call that."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    shown = Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True), transient=True)
+    with shown as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 def printable(text: str) -> str:

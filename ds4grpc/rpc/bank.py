@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ds4grpc.bank import PersistReason, Record, RecordKind, Trust, tenant_tag
 from ds4grpc.engine.engine import ResidentInfo, TorchEngine
 from ds4grpc.errors import BankInUse, BankNotFound, InvalidRequest, StoreDisabled
-from ds4grpc.rpc import bank_view, convert, listing, validate
+from ds4grpc.rpc import bank_files, bank_view, convert, listing, validate
 from ds4grpc.rpc.identity import Tenants
 from ds4grpc.rpc.model import last_text
 from ds4grpc.store.store import BankInfo, Store
@@ -215,6 +215,17 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
             num_quarantined=found.num_quarantined,
             duration=convert.duration(loop.time() - began),
         )
+
+    async def ExportBank(self, request: pb.ExportBankRequest, context: Context) -> None:
+        # Not a generator: it must know how long the client takes for each message.
+        bank = await self._find_stored(request.bank_id, context)
+        await bank_files.export(self._need_store().transfer, bank.bank_id, context)
+
+    async def ImportBank(
+        self, requests: AsyncIterator[pb.ImportBankRequest], context: Context
+    ) -> pb.ImportBankResponse:
+        tenant = self._tenants.of(context)
+        return await bank_files.receive(self._need_store().transfer, tenant, requests)
 
     async def CollectGarbage(
         self, request: pb.CollectGarbageRequest, context: Context

@@ -10,6 +10,7 @@
       ab/<bank id>.hidden         the bank is deleted, its rows are needed by children
       ab/*.tmp  *.dead            being written, being removed: swept at start
       quarantine/                 files that failed a check, the newest few
+      incoming/*.tmp              files from elsewhere, not checked yet: swept at start
 
 Owns every path and the order of operations on it. Knows no rows and no policy. Blocking: worker
 threads only. A pair of marker and bank changes under the store's own lock.
@@ -103,7 +104,12 @@ class Folder:
             self.files.restrict_folder(self.path)
             self.files.sync_folder(self.root)
             self.files.make_folder(self.quarantine_path)
+            self.files.make_folder(self.incoming_path)
             self._lock = self.files.lock(os.path.join(self.path, _LOCK_NAME))
+            self.sweep(
+                os.path.join(self.incoming_path, seen.name)
+                for seen in self.files.scan(self.incoming_path)
+            )
         except BlockingIOError as error:
             raise StoreDisabled(
                 f"another process owns the bank folder {self.path}; stop it, choose another "
@@ -122,6 +128,7 @@ class Folder:
         self.path = os.path.join(root, self._name)
         self.catalog_path = os.path.join(self.path, _CATALOG_NAMES[0])
         self.quarantine_path = os.path.join(self.path, "quarantine")
+        self.incoming_path = os.path.join(self.path, "incoming")
 
     def close(self) -> None:
         """Gives the lock back; idempotent."""
@@ -168,6 +175,10 @@ class Folder:
         path = self.bank_path(bank_id, base)
         self.files.rename(path + ".tmp", path)
         self.files.sync_folder(os.path.dirname(path))
+
+    def adopt(self, path: str, bank_id: str, base: int) -> None:
+        """Makes a written and synced file of `incoming/` a bank's temp file. Raises OSError."""
+        self.files.rename(path, self.temp_path(bank_id, base))
 
     def discard(self, bank_id: str, base: int) -> None:
         """Removes a temp file that will not be published. Raises OSError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from ds4grpc.store.format import (
     RowPiece,
     Section,
     StateForm,
+    aligned,
     block_rows,
     check_header,
     checksum,
@@ -59,6 +61,48 @@ class RowBlock:
         return (piece.stop_row - piece.start_row) * row_bytes == self.num_bytes
 
 
+@dataclass(slots=True)
+class OpenedHeader:
+    """A file whose preamble and header are good by themselves, whatever model it is of."""
+
+    header: Header
+    header_bytes: int
+    size_bytes: int  # of the file
+    descriptor: int  # closed with the block, unless it is kept
+    is_kept: bool = False
+
+    @property
+    def start(self) -> int:
+        """Where the sections begin."""
+        return data_start(self.header_bytes)
+
+    def keep(self) -> int:
+        """The descriptor, which is the caller's to close from now on."""
+        self.is_kept = True
+        return self.descriptor
+
+
+@contextmanager
+def open_header(files: Files, path: str) -> Iterator[OpenedHeader]:
+    """Opens a file and reads what it says of itself. Raises BankCorrupt."""
+    try:
+        descriptor = files.open_read(path)
+    except OSError as error:
+        raise BankCorrupt(f"the file cannot be opened: {error.strerror}", kind="io") from error
+    opened: OpenedHeader | None = None
+    try:
+        size_bytes = _size_bytes(files, descriptor)
+        length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
+        if data_start(length) > size_bytes:
+            raise BankCorrupt("the file ends inside its header", kind="truncated")
+        data = _read(files, descriptor, path, PREAMBLE.size, length)
+        opened = OpenedHeader(decode_header(data, value), length, size_bytes, descriptor)
+        yield opened
+    finally:
+        if opened is None or not opened.is_kept:
+            files.close(descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class BankFile:
     """An open bank file whose header has been checked. Close it."""
@@ -71,27 +115,16 @@ class BankFile:
     _start: int  # where the sections begin
 
     @staticmethod
-    def open(files: Files, path: str, form: StateForm) -> BankFile:
-        """Opens the file and checks preamble, header, sizes and name. Raises BankCorrupt."""
-        name = parse_file_name(os.path.basename(path))
-        try:
-            descriptor = files.open_read(path)
-        except OSError as error:
-            raise BankCorrupt(f"the file cannot be opened: {error.strerror}", kind="io") from error
-        try:
-            size_bytes = _size_bytes(files, descriptor)
-            length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
-            if data_start(length) > size_bytes:
-                raise BankCorrupt("the file ends inside its header", kind="truncated")
-            data = _read(files, descriptor, path, PREAMBLE.size, length)
-            header = decode_header(data, value)
-            if (header.bank_id, header.base) != name:
+    def open(files: Files, path: str, form: StateForm, *, is_named: bool = True) -> BankFile:
+        """Opens the file and checks preamble, header, sizes, and the name unless it has one of
+        its own choice. Raises BankCorrupt."""
+        with open_header(files, path) as opened:
+            header = opened.header
+            name = parse_file_name(os.path.basename(path))
+            if is_named and (header.bank_id, header.base) != name:
                 raise BankCorrupt("the file is not the bank that its name says", kind="identity")
-            check_header(header, form, size_bytes - data_start(length))
-        except BaseException:
-            files.close(descriptor)
-            raise
-        return BankFile(path, header, files, form, descriptor, data_start(length))
+            check_header(header, form, opened.size_bytes - opened.start)
+            return BankFile(path, header, files, form, opened.keep(), opened.start)
 
     def close(self) -> None:
         self._files.close(self._descriptor)
@@ -177,6 +210,16 @@ class BankFile:
                 self.read_block(section, index, buffer[: end - start])
             total += section.length
         return total
+
+    def check_padding(self, header_bytes: int) -> None:
+        """That nothing but zeros lies between the parts of a file with a header of that length:
+        then every one of its bytes has been checked. Raises BankCorrupt."""
+        ends = [PREAMBLE.size + header_bytes]
+        ends += [self._start + part.offset + part.length for part in self.header.sections]
+        for end in ends:
+            padding = _read(self._files, self._descriptor, self.path, end, aligned(end) - end)
+            if any(padding):
+                raise BankCorrupt("something lies between two sections", kind="format")
 
     def _read_section(self, name: str) -> bytearray:
         section = self.header.section(name)

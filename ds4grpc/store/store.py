@@ -38,6 +38,7 @@ from ds4grpc.store.reader import BankFile
 from ds4grpc.store.reconcile import Reconciled, copies, reconcile
 from ds4grpc.store.shelf import Shelf
 from ds4grpc.store.tasks import OwnedTasks, Threads
+from ds4grpc.store.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -155,6 +156,7 @@ class Store:
             self._compactor = Compactor(
                 self._shelf, self._finder, self._form, self._pace, self._writer.turn
             )
+            self.transfer = Transfer(self._finder, self._tasks, self._writer.turn)
             self._tasks.start(self._upkeep())
             self._tasks.start(self._compactor.run(self._closing))
             opening.push_async_callback(self._finish_tasks)

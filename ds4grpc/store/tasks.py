@@ -23,15 +23,17 @@ def _pool(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Three pools, so that short work never waits behind a load or a write, and that a load can
-    wait for its reads. Threads start when they are first needed."""
+    """Four pools, so that short work never waits behind a load or a write, that a load can wait for
+    its reads, and that it never waits for a file that comes or goes. Threads start when they are
+    first needed."""
 
     work: ThreadPoolExecutor = _pool("work")  # short file work
     long: ThreadPoolExecutor = _pool("long")  # loads, writes, verifications
     read: ThreadPoolExecutor = _pool("read")  # block reads of loads; wait for nothing
+    transfer: ThreadPoolExecutor = _pool("transfer")  # exports and imports
 
     async def stop(self) -> None:
-        for pool in (self.work, self.long, self.read):
+        for pool in (self.work, self.long, self.read, self.transfer):
             await asyncio.to_thread(pool.shutdown)
 
 

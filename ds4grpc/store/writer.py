@@ -94,7 +94,7 @@ def write_file(files: Files, path: str, draft: Draft, source: RowSource, pace: P
             for index in range(section.num_blocks):
                 first, last = section.block(index)
                 pace.wait(last - first)
-                block = _block(section, index, draft, source)
+                block = block_of(section, index, draft, source)
                 values.append(checksum(block))
                 files.write(descriptor, block, start + section.offset + first, path)
                 source.check()
@@ -111,7 +111,8 @@ def write_file(files: Files, path: str, draft: Draft, source: RowSource, pace: P
     files.close(descriptor)
 
 
-def _block(section: Section, index: int, draft: Draft, source: RowSource) -> Buffer:
+def block_of(section: Section, index: int, draft: Draft, source: RowSource) -> Buffer:
+    """The bytes of one block. Raises what the source raises."""
     start, end = section.block(index)
     if section.name in draft.parts:
         return memoryview(draft.parts[section.name])[start:end]

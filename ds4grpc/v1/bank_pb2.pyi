@@ -305,6 +305,70 @@ class RescanBanksResponse(_message.Message):
     duration: _duration_pb2.Duration
     def __init__(self, num_banks: _Optional[int] = ..., num_adopted: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class ExportBankRequest(_message.Message):
+    __slots__ = ("bank_id",)
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    def __init__(self, bank_id: _Optional[str] = ...) -> None: ...
+
+class ExportBankResponse(_message.Message):
+    __slots__ = ("start", "chunk", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: ExportStart
+    chunk: bytes
+    end: FileEnd
+    def __init__(self, start: _Optional[_Union[ExportStart, _Mapping]] = ..., chunk: _Optional[bytes] = ..., end: _Optional[_Union[FileEnd, _Mapping]] = ...) -> None: ...
+
+class ExportStart(_message.Message):
+    __slots__ = ("bank_id", "frontier", "size_bytes")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    frontier: int
+    size_bytes: int
+    def __init__(self, bank_id: _Optional[str] = ..., frontier: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class FileEnd(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    def __init__(self, sha256: _Optional[bytes] = ...) -> None: ...
+
+class ImportBankRequest(_message.Message):
+    __slots__ = ("options", "chunk", "end")
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    options: ImportOptions
+    chunk: bytes
+    end: FileEnd
+    def __init__(self, options: _Optional[_Union[ImportOptions, _Mapping]] = ..., chunk: _Optional[bytes] = ..., end: _Optional[_Union[FileEnd, _Mapping]] = ...) -> None: ...
+
+class ImportOptions(_message.Message):
+    __slots__ = ("size_bytes", "salt", "pin")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    salt: str
+    pin: bool
+    def __init__(self, size_bytes: _Optional[int] = ..., salt: _Optional[str] = ..., pin: _Optional[bool] = ...) -> None: ...
+
+class ImportBankResponse(_message.Message):
+    __slots__ = ("bank_id", "frontier", "size_bytes", "already_stored")
+    BANK_ID_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_STORED_FIELD_NUMBER: _ClassVar[int]
+    bank_id: str
+    frontier: int
+    size_bytes: int
+    already_stored: bool
+    def __init__(self, bank_id: _Optional[str] = ..., frontier: _Optional[int] = ..., size_bytes: _Optional[int] = ..., already_stored: _Optional[bool] = ...) -> None: ...
+
 class CollectGarbageRequest(_message.Message):
     __slots__ = ("include_quarantined", "validate_only")
     INCLUDE_QUARANTINED_FIELD_NUMBER: _ClassVar[int]

@@ -76,6 +76,16 @@ class BankServiceStub:
                 request_serializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.SerializeToString,
                 response_deserializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.FromString,
                 _registered_method=True)
+        self.ExportBank = channel.unary_stream(
+                '/ds4grpc.v1.BankService/ExportBank',
+                request_serializer=ds4grpc_dot_v1_dot_bank__pb2.ExportBankRequest.SerializeToString,
+                response_deserializer=ds4grpc_dot_v1_dot_bank__pb2.ExportBankResponse.FromString,
+                _registered_method=True)
+        self.ImportBank = channel.stream_unary(
+                '/ds4grpc.v1.BankService/ImportBank',
+                request_serializer=ds4grpc_dot_v1_dot_bank__pb2.ImportBankRequest.SerializeToString,
+                response_deserializer=ds4grpc_dot_v1_dot_bank__pb2.ImportBankResponse.FromString,
+                _registered_method=True)
         self.CollectGarbage = channel.unary_unary(
                 '/ds4grpc.v1.BankService/CollectGarbage',
                 request_serializer=ds4grpc_dot_v1_dot_bank__pb2.CollectGarbageRequest.SerializeToString,
@@ -183,6 +193,40 @@ class BankServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportBank(self, request, context):
+        """Sends a stored bank as one file that needs no other one: `start`, chunks, `end`. What leads to
+        the caller's tenant or salt is not in it; prompts and replies are, in clear. A client that takes
+        no message for 30 s is given up.
+
+        Errors:
+        * NOT_FOUND: no such stored bank.
+        * FAILED_PRECONDITION: the disk tier is off.
+        * RESOURCE_EXHAUSTED: too many exports run.
+        * DEADLINE_EXCEEDED: the client takes no messages.
+        * DATA_LOSS: a file of the bank failed a check and is quarantined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportBank(self, request_iterator, context):
+        """Takes a file that ExportBank made and stores it as a bank of the caller: `options`, chunks,
+        `end`. Nothing of it is believed before it is checked whole. The bank is found as one that was
+        made here, except that it counts as proven only after it has proved itself here. One that is
+        stored already is no error. A client that sends no message for 30 s is given up.
+
+        Errors:
+        * INVALID_ARGUMENT: messages out of order, or the file is damaged (BANK_FILE_DAMAGED).
+        * FAILED_PRECONDITION: the disk tier is off, or the file belongs to another model
+        (OTHER_MODEL, with both fingerprints and layouts).
+        * RESOURCE_EXHAUSTED: the disk cap has no room, or too many imports run.
+        * DEADLINE_EXCEEDED: the client sends no messages.
+        * UNAVAILABLE: the disk or the catalog refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CollectGarbage(self, request, context):
         """Removes what nobody can use any more and reports it: expired banks, deleted ones whose rows
         nobody needs, files whose place others have taken, leftovers of writes. All of it goes by
@@ -246,6 +290,16 @@ def add_BankServiceServicer_to_server(servicer, server):
                     servicer.RescanBanks,
                     request_deserializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.FromString,
                     response_serializer=ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.SerializeToString,
+            ),
+            'ExportBank': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportBank,
+                    request_deserializer=ds4grpc_dot_v1_dot_bank__pb2.ExportBankRequest.FromString,
+                    response_serializer=ds4grpc_dot_v1_dot_bank__pb2.ExportBankResponse.SerializeToString,
+            ),
+            'ImportBank': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportBank,
+                    request_deserializer=ds4grpc_dot_v1_dot_bank__pb2.ImportBankRequest.FromString,
+                    response_serializer=ds4grpc_dot_v1_dot_bank__pb2.ImportBankResponse.SerializeToString,
             ),
             'CollectGarbage': grpc.unary_unary_rpc_method_handler(
                     servicer.CollectGarbage,
@@ -476,6 +530,60 @@ class BankService:
             '/ds4grpc.v1.BankService/RescanBanks',
             ds4grpc_dot_v1_dot_bank__pb2.RescanBanksRequest.SerializeToString,
             ds4grpc_dot_v1_dot_bank__pb2.RescanBanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportBank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ds4grpc.v1.BankService/ExportBank',
+            ds4grpc_dot_v1_dot_bank__pb2.ExportBankRequest.SerializeToString,
+            ds4grpc_dot_v1_dot_bank__pb2.ExportBankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportBank(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/ds4grpc.v1.BankService/ImportBank',
+            ds4grpc_dot_v1_dot_bank__pb2.ImportBankRequest.SerializeToString,
+            ds4grpc_dot_v1_dot_bank__pb2.ImportBankResponse.FromString,
             options,
             channel_credentials,
             insecure,

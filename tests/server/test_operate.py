@@ -8,15 +8,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from bankkit import eventually, names
 from client import Client, Reply, chat_request, connect, details_of
 from process import ServerProcess, server
 from texts import preamble, question
-from tiny import write_tiny
+from tiny import TinyShape, write_tiny
 
+from ds4grpc import server as serve
+from ds4grpc.config import Address, ServeConfig
+from ds4grpc.rpc import bank_files
 from ds4grpc.v1 import bank_pb2
 from ds4grpc.v1 import generation_pb2 as pb
 
@@ -97,6 +102,14 @@ async def until_idle(client: Client) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("a generation goes on")
+
+
+async def cold(client: Client, reply: Reply) -> list[int]:
+    """What a request that reuses nothing samples after the same effective prompt."""
+    count = len(reply.token_ids)
+    answer = await client.tokens(reply.prompt_ids, max_tokens=count, bypass=True, bias=NO_END)
+    assert answer.admission == "cold"
+    return answer.token_ids
 
 
 async def test_pages_over_a_real_server_hold_while_banks_come_and_go(
@@ -234,3 +247,134 @@ async def test_gc_removes_planted_leftovers_of_a_running_server(running: ServerP
         assert not list(running.folder.glob("*/quarantine/*"))
         verdicts = client.banks.VerifyBanks(bank_pb2.VerifyBanksRequest(), metadata=client.metadata)
         assert all([verdict.ok async for verdict in verdicts])
+
+
+async def test_exported_conversation_goes_on_elsewhere_as_if_it_were_there(
+    running: ServerProcess, tiny: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.bank"
+    messages: Messages = [("system", preamble(6, seed=6))]
+    async with connect(running.target, "anna") as anna:
+        for _ in range(3):
+            last = await say(anna, messages)
+        bank_id = last.finished.bank_id
+        assert len((await anna.bank(bank_id)).chain) > 1
+        anna_there = (running.target, "anna")
+        out, _ = await command("export", bank_id[:12], "-o", str(file), whom=anna_there)
+        assert out.startswith(f"exported {bank_id}: ")
+        assert file.stat().st_mode & 0o777 == 0o600
+        _, err = await command("export", bank_id, "-o", str(file), whom=anna_there, code=2)
+        assert "--force" in err
+        _, err = await command(
+            *("export", bank_id, "-o", str(tmp_path / "bert")),
+            whom=(running.target, "bert"),
+            code=1,
+        )
+        assert "BANK_NOT_FOUND" in err
+    assert names(tmp_path, "*") == ["talk.bank"]  # nothing half-written
+    with server(tmp_path / "b", *OPTIONS, model=tiny) as other:
+        there = (other.target, "carl")
+        out, _ = await command("import", str(file), "--json", whom=there)
+        imported = json.loads(out)
+        assert (imported["already_stored"], imported["bank_id"] == bank_id) == (False, False)
+        again, _ = await command("import", str(file), whom=there)
+        assert "was stored already" in again
+        wrong = bytearray(file.read_bytes())
+        wrong[len(wrong) // 2] ^= 1
+        file.with_name("wrong.bank").write_bytes(wrong)
+        _, err = await command("import", str(tmp_path / "wrong.bank"), whom=there, code=1)
+        assert "reason: BANK_FILE_DAMAGED" in err
+        messages.append(("user", question(77)))
+        asking: dict[str, Any] = {"max_tokens": 24, "bias": NO_END}
+        async with connect(other.target, "carl") as carl, connect(other.target, "anna") as anna:
+            # Not even the tenant that it came from finds it here: it is carl's.
+            assert (await listed(anna)).total_size == 0
+            assert (await anna.chat(messages, no_store=True, **asking)).started.disk_tokens == 0
+            assert (await carl.chat(messages, salt="other", **asking)).started.disk_tokens == 0
+            reply = await carl.chat(messages, **asking)
+            assert reply.admission == "disk"
+            assert reply.started.disk_tokens >= last.started.prompt_tokens
+            assert reply.started.bank_id == imported["bank_id"]
+            assert reply.token_ids == await cold(carl, reply)
+            trust = (await carl.bank(imported["bank_id"])).trust
+            assert bank_pb2.TRUST_FLAG_PROVEN in trust  # now
+
+
+async def test_file_of_another_model_is_refused_with_both_fingerprints(
+    running: ServerProcess, tmp_path: Path
+) -> None:
+    async with connect(running.target, "model") as client:
+        reply = await say(client, [("system", preamble(4, seed=7))])
+        whom = (running.target, "model")
+        file = str(tmp_path / "talk.bank")
+        await command("export", reply.finished.bank_id, "-o", file, whom=whom)
+        ours = (await client.bank(reply.finished.bank_id)).file.fingerprint
+    model = write_tiny(tmp_path / "other.gguf", TinyShape(num_layers=2, sliding=(True, False)))
+    with server(tmp_path / "other", *OPTIONS, model=str(model)) as other:
+        _, err = await command("import", file, whom=(other.target, ""), code=1)
+        assert "reason: OTHER_MODEL" in err
+        assert ours in err
+        assert other.stop() == 0
+    assert not list((tmp_path / "other").rglob("*.bank"))
+    assert not list((tmp_path / "other").rglob("incoming/*"))
+
+
+def incoming(folder: Path) -> list[Path]:
+    """Files that are being received."""
+    return list(folder.glob("*/incoming/*"))
+
+
+async def until_deleted(client: Client, bank_id: str) -> None:
+    """Deletes a bank as soon as nobody uses it."""
+    for _ in range(1000):
+        try:
+            await delete(client, bank_id)
+            return
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await asyncio.sleep(0.01)
+    raise AssertionError("the bank is in use still")
+
+
+async def test_client_that_stalls_or_leaves_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny(tmp_path / "flat.gguf", TinyShape(window=0))
+    monkeypatch.setattr(bank_files, "STALL_SECONDS", 0.5)
+    config = ServeConfig(
+        model=str(model),
+        listen=Address("127.0.0.1", 0),
+        metrics_listen=Address("127.0.0.1", 0),
+        threads=1,
+        dtype="float32",
+        kv_disk_dir=tmp_path,
+        kv_cache_min_tokens=16,
+        slots=2,
+    )
+    async with serve._start(config) as here, connect(str(here.address)) as client:
+        # Long enough that it does not fit into what gRPC takes ahead of a reader.
+        reply = await say(client, [("system", preamble(180, seed=8))], max_tokens=8)
+        request = bank_pb2.ExportBankRequest(bank_id=reply.finished.bank_id)
+        call = client.banks.ExportBank(request)
+        assert (await call.read()).start.size_bytes > 2 << 20
+        with pytest.raises(grpc.aio.AioRpcError) as used:
+            await delete(client, request.bank_id)
+        assert details_of(used.value)["ErrorInfo"].reason == "BANK_IN_USE"
+        await until_deleted(client, request.bank_id)  # though the client is there still
+        call.cancel()
+
+        options = bank_pb2.ImportBankRequest(options=bank_pb2.ImportOptions())
+        sending = client.banks.ImportBank()
+        await sending.write(options)
+        await sending.write(bank_pb2.ImportBankRequest(chunk=b"x" * 5000))
+        with pytest.raises(grpc.aio.AioRpcError) as stalled:
+            await sending
+        assert stalled.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not incoming(tmp_path)
+        leaving = client.banks.ImportBank()
+        await leaving.write(options)
+        await leaving.write(bank_pb2.ImportBankRequest(chunk=b"x" * 5000))
+        await eventually(lambda: bool(incoming(tmp_path)))
+        leaving.cancel()
+        await eventually(lambda: not incoming(tmp_path))
+        await here.drain(1)
