@@ -1,7 +1,8 @@
 """`make bench-store NAME=scale`: what the store costs with a hundred thousand banks.
 
 Conversations of 20 kB of key text that share a preamble of 10 kB, as files of the store's own
-format with one byte a token for rows. Each measurement runs in a process of its own:
+format: with as many row arrays as the default model's, of one zero byte a token, which are holes
+on the disk. Each measurement runs in a process of its own:
 
     rebuild   a start without a catalog: every file is read
     start     a start with one, after 100 files lost their rows and 100 rows their files
@@ -55,7 +56,10 @@ from ds4grpc.store.pace import Pace  # noqa: E402
 from ds4grpc.store.store import Store, StoreConfig  # noqa: E402
 from ds4grpc.store.writer import draft_file, write_file  # noqa: E402
 
-LAYOUT = StateLayout("scale/1", (Rows("kv", 1),))
+NUM_LAYERS = 30  # of SmolLM2
+LAYOUT = StateLayout(
+    "scale/2", tuple(Rows(f"{side}.{layer}", 1) for layer in range(NUM_LAYERS) for side in "kv")
+)
 FORM = StateForm(bytes(range(32)), LAYOUT)
 SPACE = namespace("scale", b"")
 PREAMBLE_BYTES = 10_240
@@ -75,7 +79,16 @@ LIMITS = {
 
 
 class NoSync(Files):
-    """Files that need not survive a power failure, to be made quickly."""
+    """Files that need not survive a power failure, to be made quickly; zeros become holes."""
+
+    def allocate(self, descriptor: int, size_bytes: int, path: str) -> None:
+        os.ftruncate(descriptor, size_bytes)
+
+    def write(
+        self, descriptor: int, data: bytes | bytearray | memoryview, offset: int, path: str
+    ) -> None:
+        if bytes(data).strip(b"\0"):
+            super().write(descriptor, data, offset, path)
 
     def sync_data(self, descriptor: int, path: str) -> None:
         pass

@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -48,6 +48,8 @@ _BANK_ID = re.compile(r"[0-9a-f]{32}")
 _HEX_32_BYTES = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"([0-9a-f]{32})\.(0|[1-9][0-9]{0,9})\.bank")
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{16})*")
+_SECTION_FIELDS = {"name", "encoding", "offset", "length", "block_bytes", "checksums"}
+_REASONS = frozenset(PersistReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,11 @@ class StateForm:
         assert all(rows.row_bytes <= MAX_BLOCK_BYTES for rows in self.layout.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A run of bytes in blocks of `block_bytes` (the last may be shorter)."""
+class Section(NamedTuple):
+    """A run of bytes in blocks of `block_bytes` (the last may be shorter).
+
+    A tuple, as a model has two row arrays a layer and each lookup reads a few headers.
+    """
 
     name: str
     offset: int  # from the data start
@@ -212,7 +216,7 @@ def with_checksums(header: Header, checksums: Sequence[Sequence[int]]) -> Header
     return replace(
         header,
         sections=tuple(
-            replace(section, checksums=tuple(values))
+            section._replace(checksums=tuple(values))
             for section, values in zip(header.sections, checksums, strict=True)
         ),
     )
@@ -227,9 +231,13 @@ def _expected(
         (RECORDS, records, 1),
         (TOOLMAP, toolmap, 1),
     ]
+    known: dict[tuple[int, bool], int] = {}  # most arrays of a model have as many rows
     for rows in layout.rows:
-        ranges = header.row_ranges(rows)
-        num_rows = sum(stop - start for start, stop in ranges)
+        shape = (rows.tokens_per_row, rows.window > 0)
+        num_rows = known.get(shape, -1)
+        if num_rows < 0:
+            num_rows = sum(stop - start for start, stop in header.row_ranges(rows))
+            known[shape] = num_rows
         table.append((ROWS + rows.name, num_rows * rows.row_bytes, rows.row_bytes))
     if layout.tail_bytes:
         table.append((TAIL, len(header.tails) * layout.tail_bytes, layout.tail_bytes))
@@ -270,7 +278,7 @@ def encode_preamble(header_json: bytes) -> bytes:
     return PREAMBLE.pack(MAGIC, VERSION, 0, len(header_json), checksum(header_json))
 
 
-def decode_preamble(data: bytes) -> tuple[int, int]:
+def decode_preamble(data: bytes | memoryview) -> tuple[int, int]:
     """(header bytes, header checksum). Raises BankCorrupt."""
     if len(data) < PREAMBLE.size:
         raise BankCorrupt(f"the file has {len(data)} bytes; a preamble needs 32", kind="truncated")
@@ -284,7 +292,7 @@ def decode_preamble(data: bytes) -> tuple[int, int]:
     return length, value
 
 
-def decode_header(data: bytes, expected_checksum: int) -> Header:
+def decode_header(data: bytes | bytearray, expected_checksum: int) -> Header:
     """The header of `data`, each field checked by itself. Raises BankCorrupt."""
     if checksum(data) != expected_checksum:
         raise BankCorrupt("the header's checksum differs", kind="checksum")
@@ -303,7 +311,7 @@ def decode_header(data: bytes, expected_checksum: int) -> Header:
         head=read.whole("head", MAX_TOKENS),
         fingerprint=bytes.fromhex(read.text("fingerprint", _HEX_32_BYTES.fullmatch)),
         namespace=bytes.fromhex(read.text("namespace", _HEX_32_BYTES.fullmatch)),
-        reason=PersistReason(read.text("reason", lambda text: text in set(PersistReason))),
+        reason=PersistReason(read.text("reason", lambda text: text in _REASONS)),
         created_at_ms=read.whole("created_at_ms", MAX_TIME_MS),
         ttl_seconds=read.seconds("ttl_seconds"),
         layout_id=read.text("layout_id", lambda text: 0 < len(text) <= 1024),
@@ -445,18 +453,22 @@ def _decode_tails(items: list[Any]) -> tuple[int, ...]:
 
 
 def _decode_section(item: Any) -> Section:
-    read = _Fields(item, "section")
-    read.text("encoding", lambda text: text == RAW)
-    digits = read.text("checksums", _CHECKSUMS.fullmatch)
-    section = Section(
-        name=read.text("name", lambda text: len(text) <= 256),
-        offset=read.whole("offset", 1 << 62),
-        length=read.whole("length", 1 << 62),
-        block_bytes=read.whole("block_bytes", MAX_BLOCK_BYTES),
-        checksums=tuple(
-            int(digits[at : at + CHECKSUM_DIGITS], 16)
-            for at in range(0, len(digits), CHECKSUM_DIGITS)
-        ),
+    if type(item) is not dict or item.keys() != _SECTION_FIELDS:
+        raise BankCorrupt("a section does not have the fields of one", kind="format")
+    name, offset, length = item["name"], item["offset"], item["length"]
+    size, digits = item["block_bytes"], item["checksums"]
+    well_formed = (
+        item["encoding"] == RAW
+        and type(name) is str
+        and len(name) <= 256
+        and type(offset) is type(length) is type(size) is int
+        and 0 <= offset <= 1 << 62
+        and 0 <= length <= 1 << 62
+        and 0 <= size <= MAX_BLOCK_BYTES
+        and type(digits) is str
+        and _CHECKSUMS.fullmatch(digits) is not None
     )
-    read.done()
-    return section
+    if not well_formed:
+        raise BankCorrupt(f"section {str(name)[:64]!r} is not possible", kind="format")
+    checksums = struct.unpack(f">{len(digits) // CHECKSUM_DIGITS}Q", bytes.fromhex(digits))
+    return Section(name, offset, length, size, checksums)

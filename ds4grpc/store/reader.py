@@ -38,6 +38,9 @@ from ds4grpc.store.format import (
     parse_file_name,
 )
 
+# Read at once when a file is opened: header, ids and records of most banks, which lie together.
+FRONT_BYTES = 64 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
@@ -68,6 +71,7 @@ class OpenedHeader:
     header: Header
     header_bytes: int
     size_bytes: int  # of the file
+    front: memoryview  # its first bytes, as many as there are up to FRONT_BYTES
     descriptor: int  # closed with the block, unless it is kept
     is_kept: bool = False
 
@@ -92,11 +96,16 @@ def open_header(files: Files, path: str) -> Iterator[OpenedHeader]:
     opened: OpenedHeader | None = None
     try:
         size_bytes = _size_bytes(files, descriptor)
-        length, value = decode_preamble(_read(files, descriptor, path, 0, PREAMBLE.size))
+        front = memoryview(_read(files, descriptor, path, 0, min(size_bytes, FRONT_BYTES)))
+        length, value = decode_preamble(front[: PREAMBLE.size])
         if data_start(length) > size_bytes:
             raise BankCorrupt("the file ends inside its header", kind="truncated")
-        data = _read(files, descriptor, path, PREAMBLE.size, length)
-        opened = OpenedHeader(decode_header(data, value), length, size_bytes, descriptor)
+        end = PREAMBLE.size + length
+        data = bytearray(front[PREAMBLE.size : end])
+        if end > len(front):
+            data += _read(files, descriptor, path, len(front), end - len(front))
+        header = decode_header(data, value)
+        opened = OpenedHeader(header, length, size_bytes, front, descriptor)
         yield opened
     finally:
         if opened is None or not opened.is_kept:
@@ -112,6 +121,7 @@ class BankFile:
     _files: Files
     _form: StateForm
     _descriptor: int
+    _front: memoryview  # the first bytes of the file, as many as there are up to FRONT_BYTES
     _start: int  # where the sections begin
 
     @staticmethod
@@ -124,7 +134,7 @@ class BankFile:
             if is_named and (header.bank_id, header.base) != name:
                 raise BankCorrupt("the file is not the bank that its name says", kind="identity")
             check_header(header, form, opened.size_bytes - opened.start)
-            return BankFile(path, header, files, form, opened.keep(), opened.start)
+            return BankFile(path, header, files, form, opened.keep(), opened.front, opened.start)
 
     def close(self) -> None:
         self._files.close(self._descriptor)
@@ -169,10 +179,7 @@ class BankFile:
         """Fills `view` (exactly the block's length) with a block. Raises BankCorrupt."""
         start, end = section.block(index)
         offset = self._start + section.offset + start
-        try:
-            count = self._files.read_into(self._descriptor, view, offset, self.path)
-        except OSError as error:
-            raise BankCorrupt(f"reading failed: {error.strerror}", kind="io") from error
+        count = self._read_into(view, offset)
         if count != end - start:
             raise BankCorrupt("the file ends inside a section", kind="truncated")
         if checksum(view) != section.checksums[index]:
@@ -221,6 +228,17 @@ class BankFile:
             if any(padding):
                 raise BankCorrupt("something lies between two sections", kind="format")
 
+    def _read_into(self, view: memoryview, offset: int) -> int:
+        """Fills `view` from what is in memory already, or from the file; returns the bytes."""
+        end = offset + len(view)
+        if end <= len(self._front):
+            view[:] = self._front[offset:end]
+            return len(view)
+        try:
+            return self._files.read_into(self._descriptor, view, offset, self.path)
+        except OSError as error:
+            raise BankCorrupt(f"reading failed: {error.strerror}", kind="io") from error
+
     def _read_section(self, name: str) -> bytearray:
         section = self.header.section(name)
         data = bytearray(section.length)  # ids, records, toolmap: check_header saw to their size
@@ -244,10 +262,11 @@ def _size_bytes(files: Files, descriptor: int) -> int:
         raise BankCorrupt(f"its size is not known: {error.strerror}", kind="io") from error
 
 
-def _read(files: Files, descriptor: int, path: str, offset: int, length: int) -> bytes:
+def _read(files: Files, descriptor: int, path: str, offset: int, length: int) -> bytearray:
     data = bytearray(length)
     try:
         count = files.read_into(descriptor, memoryview(data), offset, path)
     except OSError as error:
         raise BankCorrupt(f"reading failed: {error.strerror}", kind="io") from error
-    return bytes(data[:count])
+    del data[count:]
+    return data
