@@ -68,7 +68,13 @@ def _facts(bank: pb.Bank) -> Iterator[tuple[str, str]]:
         yield "head", f"{file.head:,} tokens"
     if file.HasField("ttl"):
         yield "ttl", f"{file.ttl.ToNanoseconds() / 1e9:g} s after its last use"
-    yield "sections", ", ".join(f"{part.name} {size(part.size_bytes)}" for part in file.sections)
+    parts = [f"{part.name} {size(part.size_bytes)}" for part in file.sections if not _is_rows(part)]
+    rows = [part.size_bytes for part in file.sections if _is_rows(part)]
+    yield "sections", ", ".join([*parts, f"rows {size(sum(rows))} in {len(rows)} arrays"])
+
+
+def _is_rows(part: pb.BankSection) -> bool:
+    return part.name.startswith("rows/")
 
 
 def _link_row(link: pb.BankLink) -> tuple[str, ...]:

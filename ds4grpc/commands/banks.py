@@ -10,6 +10,7 @@ from ds4grpc.commands.bank_calls import bank_ids_argument, full_ids, listed, rep
 from ds4grpc.commands.bank_files import export, take
 from ds4grpc.commands.bank_removal import collect, remove
 from ds4grpc.commands.bank_show import show, trust
+from ds4grpc.commands.bank_verify import verify
 from ds4grpc.commands.options import Target, client_options
 from ds4grpc.commands.output import age, json_line, size, table, word
 from ds4grpc.v1 import bank_pb2 as pb
@@ -28,7 +29,7 @@ def banks() -> None:
     """
 
 
-for _command in (show, remove, collect, export, take):
+for _command in (show, remove, verify, collect, export, take):
     banks.add_command(_command)
 
 
@@ -79,27 +80,6 @@ def unpin(target: Target, bank_ids: tuple[str, ...]) -> None:
         for bank_id in full_ids(stub, target, bank_ids):
             reply = stub.UnpinBank(pb.UnpinBankRequest(bank_id=bank_id), metadata=target.metadata)
             report(target, reply.bank, f"unpinned {bank_id}")
-
-
-@banks.command("verify")
-@click.argument("bank_ids", nargs=-1, metavar="[BANK_ID]...")
-@client_options
-def verify(target: Target, bank_ids: tuple[str, ...]) -> None:
-    """Read stored banks whole and check them; exit code 1 when one is damaged."""
-    num_done = num_bad = num_bytes = 0
-    with service(target) as stub:
-        request = pb.VerifyBanksRequest(bank_ids=full_ids(stub, target, bank_ids))
-        for verdict in stub.VerifyBanks(request, metadata=target.metadata):
-            num_done += 1
-            num_bad += not verdict.ok
-            num_bytes += verdict.read_bytes
-            state = "ok" if verdict.ok else f"quarantined: {verdict.detail}"
-            progress = f"{verdict.done}/{verdict.total}"
-            report(target, verdict, f"{progress} {verdict.bank_id} {state}")
-    if not target.as_json:
-        click.echo(f"{num_done:,} banks, {size(num_bytes)} read, {num_bad:,} damaged")
-    if num_bad:
-        raise SystemExit(1)
 
 
 @banks.command("flush")

@@ -86,12 +86,19 @@ class Files:
         with _parent_of(path) as (folder, name):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
+        return _locked(descriptor)
+
+    def lock_as_it_is(self, path: str) -> int | None:
+        """Locks a file like `lock`, but changes nothing: None when it is not there. Raises
+        BlockingIOError while another holds it."""
+        self.before("open_read", path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+            with _parent_of(path) as (folder, name):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+                descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        return _locked(descriptor)  # which reading is enough for
 
     def open_read(self, path: str) -> int:
         """Opens a regular file for reading; returns its descriptor."""
@@ -199,6 +206,16 @@ class Files:
         """Bytes that an unprivileged process may still write to the file system of `path`."""
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize
+
+
+def _locked(descriptor: int) -> int:
+    """The descriptor, its file locked; closed when another has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _seen(name: str, found: os.stat_result) -> Seen:

@@ -105,7 +105,7 @@ class Folder:
             self.files.sync_folder(self.root)
             self.files.make_folder(self.quarantine_path)
             self.files.make_folder(self.incoming_path)
-            self._lock = self.files.lock(os.path.join(self.path, _LOCK_NAME))
+            self._lock = self.files.lock(self.lock_path)
             self.sweep(
                 os.path.join(self.incoming_path, seen.name)
                 for seen in self.files.scan(self.incoming_path)
@@ -129,6 +129,7 @@ class Folder:
         self.catalog_path = os.path.join(self.path, _CATALOG_NAMES[0])
         self.quarantine_path = os.path.join(self.path, "quarantine")
         self.incoming_path = os.path.join(self.path, "incoming")
+        self.lock_path = os.path.join(self.path, _LOCK_NAME)
 
     def close(self) -> None:
         """Gives the lock back; idempotent."""

@@ -372,6 +372,37 @@ def check_header(header: Header, form: StateForm, sections_bytes: int) -> None:
         )
 
 
+def check_table(header: Header, sections_bytes: int) -> None:
+    """What `check_header` sees to, as far as it can be told without the model: that the sections
+    follow one another, have a checksum for each block and fill the file.
+
+    Raises BankCorrupt.
+    """
+    names = [section.name for section in header.sections]
+    rows = [name for name in names[3:] if name.startswith(ROWS)]
+    if names[:3] != [IDS, RECORDS, TOOLMAP] or names[3:] not in (rows, [*rows, TAIL]):
+        raise BankCorrupt("the sections are not those of a bank", kind="format")
+    if len(set(names)) != len(names):
+        raise BankCorrupt("a section is there twice", kind="format")
+    ids, records, toolmap = header.sections[:3]
+    if ids.length != header.frontier * TOKEN_BYTES:
+        raise BankCorrupt("there is not one id for each token", kind="format")
+    if max(records.length, toolmap.length) > MAX_TEXT_BYTES:
+        raise BankCorrupt(f"records or tools are over {MAX_TEXT_BYTES} bytes", kind="format")
+    offset = 0
+    for section in header.sections:
+        if section.offset != offset or not section.block_bytes:
+            raise BankCorrupt(f"section {section.name} is not where it must be", kind="format")
+        if len(section.checksums) != section.num_blocks:
+            raise BankCorrupt(f"section {section.name} lacks checksums", kind="format")
+        offset = aligned(offset + section.length)
+    if sections_bytes != header.data_bytes:
+        raise BankCorrupt(
+            f"the sections take {header.data_bytes} bytes, the file has {sections_bytes} for them",
+            kind="truncated",
+        )
+
+
 class _Fields:
     """A JSON object read field by field: each must be there, of its type, and no other may."""
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds4grpc.bank import bank_id
+from ds4grpc.bank import Ids, bank_id
 from ds4grpc.errors import BankCorrupt
+from ds4grpc.layout import StateLayout
 from ds4grpc.store.content import FileContent, decode_records, decode_tools
 from ds4grpc.store.files import Files
 from ds4grpc.store.format import (
@@ -31,6 +32,7 @@ from ds4grpc.store.format import (
     aligned,
     block_rows,
     check_header,
+    check_table,
     checksum,
     data_start,
     decode_header,
@@ -80,10 +82,11 @@ class OpenedHeader:
         """Where the sections begin."""
         return data_start(self.header_bytes)
 
-    def keep(self) -> int:
-        """The descriptor, which is the caller's to close from now on."""
+    def bank_file(self, files: Files, path: str, form: StateForm) -> BankFile:
+        """The file as a bank's, which the caller closes from now on."""
         self.is_kept = True
-        return self.descriptor
+        parts = (self.descriptor, self.front, self.header_bytes, self.start)
+        return BankFile(path, self.header, files, form, *parts)
 
 
 @contextmanager
@@ -122,6 +125,7 @@ class BankFile:
     _form: StateForm
     _descriptor: int
     _front: memoryview  # the first bytes of the file, as many as there are up to FRONT_BYTES
+    _header_bytes: int
     _start: int  # where the sections begin
 
     @staticmethod
@@ -129,12 +133,22 @@ class BankFile:
         """Opens the file and checks preamble, header, sizes, and the name unless it has one of
         its own choice. Raises BankCorrupt."""
         with open_header(files, path) as opened:
+            if is_named:
+                _check_name(opened.header, path)
+            check_header(opened.header, form, opened.size_bytes - opened.start)
+            return opened.bank_file(files, path, form)
+
+    @staticmethod
+    def open_any(files: Files, path: str, *, is_named: bool = True) -> BankFile:
+        """Opens the file of a model that is not at hand: all can be checked but whether its rows
+        are those that the model wants. Raises BankCorrupt."""
+        with open_header(files, path) as opened:
             header = opened.header
-            name = parse_file_name(os.path.basename(path))
-            if is_named and (header.bank_id, header.base) != name:
-                raise BankCorrupt("the file is not the bank that its name says", kind="identity")
-            check_header(header, form, opened.size_bytes - opened.start)
-            return BankFile(path, header, files, form, opened.keep(), opened.front, opened.start)
+            if is_named:
+                _check_name(header, path)
+            check_table(header, opened.size_bytes - opened.start)
+            form = StateForm(header.fingerprint, StateLayout(header.layout_id, ()))
+            return opened.bank_file(files, path, form)
 
     def close(self) -> None:
         self._files.close(self._descriptor)
@@ -151,12 +165,17 @@ class BankFile:
         Raises BankCorrupt.
         """
         header = self.header
-        ids = np.frombuffer(self._read_section(IDS), dtype="<u4").astype(np.uint32, copy=False)
-        ids.setflags(write=False)
+        ids = self.read_ids()
         if bank_id(header.namespace, header.fingerprint, ids) != header.bank_id:
             raise BankCorrupt("the token ids are not those of this bank", kind="identity")
         hidden, records = decode_records(self._read_section(RECORDS), header.frontier)
         return FileContent(ids, hidden, records, decode_tools(self._read_section(TOOLMAP)))
+
+    def read_ids(self) -> Ids:
+        """All tokens. Raises BankCorrupt."""
+        ids = np.frombuffer(self._read_section(IDS), dtype="<u4").astype(np.uint32, copy=False)
+        ids.setflags(write=False)
+        return ids
 
     def row_blocks(self, stop_tokens: int) -> Iterator[RowBlock]:
         """The blocks that hold rows of tokens below `stop_tokens`, in file order."""
@@ -218,10 +237,10 @@ class BankFile:
             total += section.length
         return total
 
-    def check_padding(self, header_bytes: int) -> None:
-        """That nothing but zeros lies between the parts of a file with a header of that length:
-        then every one of its bytes has been checked. Raises BankCorrupt."""
-        ends = [PREAMBLE.size + header_bytes]
+    def check_padding(self) -> None:
+        """That nothing but zeros lies between the parts of the file: with `verify`, every one of
+        its bytes is checked. Raises BankCorrupt."""
+        ends = [PREAMBLE.size + self._header_bytes]
         ends += [self._start + part.offset + part.length for part in self.header.sections]
         for end in ends:
             padding = _read(self._files, self._descriptor, self.path, end, aligned(end) - end)
@@ -253,6 +272,11 @@ class BankFile:
         data = bytearray(end - start)
         self.read_block(section, index, memoryview(data))
         return data
+
+
+def _check_name(header: Header, path: str) -> None:
+    if (header.bank_id, header.base) != parse_file_name(os.path.basename(path)):
+        raise BankCorrupt("the file is not the bank that its name says", kind="identity")
 
 
 def _size_bytes(files: Files, descriptor: int) -> int:

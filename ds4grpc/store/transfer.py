@@ -314,7 +314,7 @@ class Incoming:
             with BankFile.open(self._files, self._path, form, is_named=False) as file:
                 content = file.read_content()
                 file.verify()
-                file.check_padding(header_bytes)
+                file.check_padding()
                 if file.header.base:
                     raise BankCorrupt("it holds a part of a bank only", kind="format")
                 return _Checked(file.header, header_bytes, content)

@@ -155,7 +155,8 @@ class Scripted(
         record.waypoints.add(key_offset_bytes=400, token_position=1000)
         record.key_text = "the key" if request.include_key_text else ""
         found.file.format_version = 1
-        found.file.sections.add(name="rows/k.0", size_bytes=2**20, num_blocks=1)
+        for name, num_bytes in (("ids", 4096), ("rows/k.0", 2**20), ("rows/v.0", 2**21)):
+            found.file.sections.add(name=name, size_bytes=num_bytes, num_blocks=1)
         found.chain.add(bank_id="c" * 32, frontier=600, size_bytes=2**20, hidden=True)
         found.chain.add(bank_id=found.bank_id, base=600, frontier=1000, size_bytes=5 * 2**20)
         return bank_pb2.GetBankResponse(bank=found)
@@ -371,7 +372,7 @@ def test_banks_show_has_key_kind_frontier_and_waypoints(scripted: tuple[Scripted
     _, target = scripted
     shown = run("banks", "show", "000000", "--keys", "--server", target).stdout
     assert "frontier  1,000 tokens" in shown
-    assert "sections  rows/k.0 1.0 MiB" in shown
+    assert "sections  ids 4.0 KiB, rows 3.0 MiB in 2 arrays\n" in shown
     assert f"{'c' * 32}\t0\t600\t1.0 MiB\thidden\n" in shown
     assert "the key" not in run("banks", "show", "000000", "--server", target).stdout
     assert "record 0: key kind visible, 90 tokens, 400 bytes" in shown
