@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,15 @@ def ids_of(seed: int, count: int) -> Ids:
 
 def states_of(ids: Ids) -> list[bytes]:
     """32 bytes for each frontier 0 .. len(ids), which depend on all tokens before it."""
+    return _states_of(ids.astype("<u4", copy=False).tobytes())
+
+
+@lru_cache(maxsize=64)  # what is put is soon compared with
+def _states_of(data: bytes) -> list[bytes]:
     running = hashlib.blake2b(digest_size=32)
     states = [running.copy().digest()]
-    for token in ids:
-        running.update(int(token).to_bytes(4, "little"))
+    for at in range(0, len(data), 4):
+        running.update(data[at : at + 4])
         states.append(running.copy().digest())
     return states
 
@@ -299,4 +305,5 @@ class Turns:
             marks=tuple(point.offset for point in self.waypoints),
             ids=np.concatenate([self.ids, np.array(extra, np.uint32)]),
             exact=exact,
+            head=self.head,
         )

@@ -152,6 +152,14 @@ class Disk:
         self.durable: dict[str, Inode] = {}
         self.pending: list[Naming] = []  # in order, over all folders
 
+    def hold(self, folder: Path) -> None:
+        """What is in a folder now, catalogs apart, is safe."""
+        for path in (folder, *folder.rglob("*")):
+            if not path.name.startswith(CATALOG):
+                data = bytearray() if path.is_dir() else bytearray(path.read_bytes())
+                inode = Inode(data, is_folder=path.is_dir())
+                self.names[str(path)] = self.durable[str(path)] = inode
+
     def do(self, step: Step) -> None:
         path = step.path
         match step.operation:
@@ -232,6 +240,19 @@ def replay(files: RecordingFiles, num_steps: int, loss: str, seed: int, folder: 
     disk = Disk(os.path.dirname(files.root))
     for step in files.steps[:num_steps]:
         disk.do(step)
+    picture(disk, files, num_steps, loss, chance, folder)
+
+
+def picture(
+    disk: Disk,
+    files: RecordingFiles,
+    num_steps: int,
+    loss: str,
+    chance: random.Random,
+    folder: Path,
+) -> None:
+    """What survives when power goes now, after so many of the recorded steps, in a fresh
+    `folder`."""
     disk.lose_power(loss, chance)
     folder.mkdir()
     disk.write_to(folder)
