@@ -118,16 +118,28 @@ class DeltaWriter:
             head = content.head
             if nearest.shared < head and self._min_tokens <= head < content.frontier:
                 part = replace(source, content=_head_of(content), pin=False)
-                entry = await self._write(part, nearest)
-                written = entry.size_bytes
-                lease = self._finder.lease(entry)
-                leases.callback(lease.release)
-                nearest = Nearest(lease, head)
+                nearest, written = await self._put_head(part, nearest, leases)
             entry = await self._write(source, nearest)
         except _FAILURES as error:
             detail = await self._failed(error, content)
             return Persisted(nearest.bank_id, nearest.shared, written, detail)
         return Persisted(entry.bank_id, content.frontier, written + entry.size_bytes)
+
+    async def _put_head(
+        self, part: BankSource, nearest: Nearest, leases: ExitStack
+    ) -> tuple[Nearest, int]:
+        """The head as a bank of its own, leased, and the bytes written for it: none when it is
+        there, but was deleted or has expired, so that no lookup offers it.
+
+        Raises what `_FAILURES` names.
+        """
+        stored = self._shelf.index.get(await self._shelf.run(self._id_of, part.content))
+        entry = stored or await self._write(part, nearest)
+        lease = self._finder.lease(entry)
+        leases.callback(lease.release)
+        if stored is not None:
+            await self._again(stored, part)
+        return Nearest(lease, part.content.frontier), 0 if stored is not None else entry.size_bytes
 
     def _id_of(self, content: BankContent) -> str:
         return bank_id(content.namespace, self._form.fingerprint, content.ids)

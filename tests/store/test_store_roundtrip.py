@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,18 @@ async def test_row_of_incomplete_tokens_is_left_out(tmp_path: Path) -> None:
         assert [link.base for link in lease.links] == [0, 44]  # a row's tokens are never split
         for each in (lease, *rest):
             each.release()
+
+
+async def test_expired_head_serves_the_next_conversation(tmp_path: Path) -> None:
+    """Until upkeep it is there, but no lookup offers it: written once more it would be a second
+    bank of its name. So it is with one that was deleted and whose last child is evicted."""
+    first = Turns(head=40).grow(1, 100)
+    async with Store(config_of(tmp_path), Observed()) as store:
+        persisted = await store.persist(first.source(ttl_seconds=0.001))
+        assert persisted.frontier == 100
+        await asyncio.sleep(0.002)
+        assert await store.match(first.query()) == []
+        other = first.head_only().grow(2, 60)
+        assert (await store.persist(other.source())).detail == ""
+        await restore(store, other, {100})
+        assert not (await store.get(first.head_only().bank_id)).ttl_seconds
