@@ -388,6 +388,7 @@ async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Store
             quota_bytes=await asyncio.to_thread(_disk_quota, config),
             min_tokens=config.kv_cache_min_tokens,
             write_bytes_per_second=rate * MB if rate is not None else None,
+            vocabulary_size=loaded.model.vocabulary_size,
         ),
         metrics,
     )

@@ -58,6 +58,7 @@ class StateForm:
 
     fingerprint: bytes  # 32 bytes
     layout: StateLayout
+    vocabulary_size: int = 1 << 32  # token ids are below it; any fits into a file's u32
 
     def __post_init__(self) -> None:
         # A block holds whole rows, so that it can be read straight into a slot.

@@ -168,6 +168,9 @@ class BankFile:
         ids = self.read_ids()
         if bank_id(header.namespace, header.fingerprint, ids) != header.bank_id:
             raise BankCorrupt("the token ids are not those of this bank", kind="identity")
+        limit = self._form.vocabulary_size
+        if ids.max(initial=0) >= limit:
+            raise BankCorrupt(f"token id {ids.max()}; they end at {limit}", kind="record")
         hidden, records = decode_records(self._read_section(RECORDS), header.frontier)
         return FileContent(ids, hidden, records, decode_tools(self._read_section(TOOLMAP)))
 

@@ -58,6 +58,7 @@ class StoreConfig:
     quota_bytes: int
     min_tokens: int = 512
     write_bytes_per_second: float | None = None  # of banks and compaction, on average
+    vocabulary_size: int = 1 << 32  # of the model: other ids are in no bank
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Store:
         self, config: StoreConfig, observer: StoreObserver, files: Files | None = None
     ) -> None:
         self._config = config
-        self._form = StateForm(config.fingerprint, config.layout)
+        self._form = StateForm(config.fingerprint, config.layout, config.vocabulary_size)
         self._folder = Folder(files or Files(), config.folder, config.fingerprint)
         self._observer = observer
         self._tasks = OwnedTasks()
