@@ -79,7 +79,7 @@ MIN_TOKENS = 256  # prompts of ids find shorter banks by chance only
 OPTIONS = (
     *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--threads", "1"),
     *("--slots", str(SLOTS), "--kv-cache-min-tokens", str(MIN_TOKENS)),
-    *("--kv-disk-space-mb", str(CAP_MB), "--log-level", "info"),
+    *("--kv-disk-space-mb", str(CAP_MB), "--log-level", "info", "--dtype", "float32"),
 )
 SHAPE = TinyShape(num_layers=6, hidden_dim=128, ffn_dim=256, sliding=(True, True, False) * 2)
 MAX_TOKENS = 2600  # then a conversation ends, and another one begins

@@ -27,7 +27,7 @@ from ds4grpc.v1 import bank_pb2
 from ds4grpc.v1 import generation_pb2 as pb
 
 LONG = "DS4GRPC_LONG" in os.environ
-OPTIONS = ("--kv-cache-min-tokens", "16", "--threads", "1")
+OPTIONS = ("--kv-cache-min-tokens", "16", "--threads", "1", "--dtype", "float32")
 NO_END = {2: -100.0}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if LONG else 120)]
 
