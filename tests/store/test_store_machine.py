@@ -359,7 +359,7 @@ class StoreLife(RuleBasedStateMachine):
         operate: Callable[[int, bool], Callable[[bool], None]] = getattr(self, f"crash_in_{what}")
         settle = operate(number, flag)
         # Hypothesis likes small numbers; these are to be evenly spread.
-        chance = random.Random(f"{self.seed} {number} {at}")
+        chance = random.Random(f"{self.seed} {self.times['crash']} {number} {at}")
         num_steps = self.files.crash(chance, loss)
         steps = [step.operation for step in self.files.steps]
         self.close()
