@@ -247,7 +247,7 @@ class Compactor:
             windows=header.windows,
             tails=header.tails,
         )
-        marks = bank_marks(header.namespace, content.ids, content.records, header.base)
+        marks = bank_marks(header.namespace, content.ids, content.records, header.base, header.head)
         plan.moves.append((move, marks))
         plan.drafts.append(draft)
         plan.rows.append(rows)

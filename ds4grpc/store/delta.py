@@ -254,7 +254,7 @@ class DeltaWriter:
         draft.check()
         entry = entry_of(draft.header, draft.size_bytes, content.hidden, records)
         entry.pinned = source.pin
-        marks = bank_marks(content.namespace, content.ids, records, base)
+        marks = bank_marks(content.namespace, content.ids, records, base, content.head)
         return Plan(draft, entry, marks)
 
     async def _failed(self, error: Exception, content: BankContent) -> str:

@@ -42,13 +42,16 @@ class Mark:
     position: int
 
 
-def bank_marks(namespace: bytes, ids: Ids, records: Sequence[Record], base: int) -> list[Mark]:
-    """What to store for a bank whose file starts at `base`."""
+def bank_marks(
+    namespace: bytes, ids: Ids, records: Sequence[Record], base: int, head: int
+) -> list[Mark]:
+    """What to store for a bank whose file starts at `base`; `head` tokens lie ahead of every
+    anchor."""
     multiples = range(IDS_STRIDE * (base // IDS_STRIDE + 1), len(ids) + 1, IDS_STRIDE)
     positions = [*multiples, *([len(ids)] if len(ids) % IDS_STRIDE else [])]
     found = dict(zip(_ids_digests(namespace, ids, positions), positions, strict=True))
     for record in records:
-        for digest, position in _record_digests(namespace, record, base, len(ids)):
+        for digest, position in _record_digests(namespace, record, base, len(ids), head):
             found[digest] = max(position, found.get(digest, 0))
     return [Mark(digest, position) for digest, position in found.items()]
 
@@ -91,7 +94,7 @@ def _text_digests(namespace: bytes, text: bytes, offsets: Iterable[int]) -> Iter
 
 
 def _record_digests(
-    namespace: bytes, record: Record, base: int, frontier: int
+    namespace: bytes, record: Record, base: int, frontier: int, head: int
 ) -> Iterable[tuple[bytes, int]]:
     """(digest, tokens delivered at least) for what a record's key has that the parent's has not:
     waypoints past the base, and strides after the last waypoint at or below it; and its anchor.
@@ -107,7 +110,8 @@ def _record_digests(
         is_waypoint = offset in positions
         position = positions.get(offset, position)
         if offset in anchors:
-            yield digest, position + 1  # past the waypoint: ahead of the banks that end there
+            # Past what leads there: ahead of the many banks that share it and go on otherwise.
+            yield digest, max(position, head) + 1
         elif position > base or (position == base > 0 and not (is_waypoint and base < frontier)):
             yield digest, position
 

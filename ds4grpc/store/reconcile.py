@@ -190,7 +190,8 @@ def _read(
         result.bad.append(file.path)
         return None
     entry = entry_of(header, file.size_bytes, content.hidden, content.records)
-    return entry, bank_marks(header.namespace, content.ids, content.records, header.base)
+    marks = bank_marks(header.namespace, content.ids, content.records, header.base, header.head)
+    return entry, marks
 
 
 def _family(entries: list[Entry], bytes_per_token: float) -> tuple[Index, list[Entry]]:

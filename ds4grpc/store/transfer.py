@@ -275,7 +275,9 @@ class Incoming:
         entry = await self._transfer.run(self._rewrite, checked, space)
         entry.pinned = pin
         content = checked.content
-        marks = await self._transfer.run(bank_marks, space, content.ids, content.records, 0)
+        marks = await self._transfer.run(
+            bank_marks, space, content.ids, content.records, 0, entry.head
+        )
         async with self._transfer.writing:
             known = self._shelf.index.get(entry.bank_id)
             if known is not None:

@@ -205,8 +205,8 @@ def digests(marks: list[Mark]) -> dict[bytes, int]:
 def test_marks_of_a_child_leave_out_what_the_parent_has() -> None:
     parent = Turns().grow(1, 700)
     child = parent.grow(2, 300)
-    theirs = digests(bank_marks(SPACE, parent.ids, parent.records, 0))
-    own = digests(bank_marks(SPACE, child.ids, child.records, 700))
+    theirs = digests(bank_marks(SPACE, parent.ids, parent.records, 0, 0))
+    own = digests(bank_marks(SPACE, child.ids, child.records, 700, 0))
     assert not set(theirs) & set(own)
     assert min(own.values()) >= 700
     assert set(own.values()) >= {768, 1000}
@@ -216,13 +216,13 @@ def test_marks_before_the_first_reply_are_of_ids_only() -> None:
     """A preamble that thousands of conversations share must not be in each one's rows."""
     preamble = "x" * 10_000
     record = Record(RecordKind.RAW, preamble.encode(), RENDERER, (Waypoint(10_000, 500),))
-    marks = bank_marks(SPACE, ids_of(1, 500), [record], 0)
+    marks = bank_marks(SPACE, ids_of(1, 500), [record], 0, 0)
     assert sorted(mark.position for mark in marks) == [256, 500, 500]
 
 
 def test_query_meets_the_marks_it_should() -> None:
     turns = Turns().grow(1, 700).grow(2, 600)
-    marks = digests(bank_marks(SPACE, turns.ids, turns.records, 0))
+    marks = digests(bank_marks(SPACE, turns.ids, turns.records, 0, 0))
     met = {marks[digest] for digest in query_digests(turns.query()) if digest in marks}
     assert {256, 512, 700, 1024, 1280, 1300} <= met
     exact = {marks[digest] for digest in query_digests(turns.query(exact=True)) if digest in marks}
@@ -234,15 +234,15 @@ def test_query_meets_the_marks_it_should() -> None:
 def test_text_past_a_reply_is_met_at_each_kilobyte() -> None:
     key = b"a" * 1500 + b"b" * 3000
     record = Record(RecordKind.VISIBLE, key, RENDERER, (Waypoint(1500, 300),))
-    marks = digests(bank_marks(SPACE, ids_of(1, 900), [record], 0))
+    marks = digests(bank_marks(SPACE, ids_of(1, 900), [record], 0, 0))
     query = MatchQuery(SPACE, key[:4200] + b"other", (), ids_of(2, 10))
     assert [marks[digest] for digest in query_digests(query) if digest in marks] == [300] * 3
 
 
 def test_parent_is_met_at_its_frontier_and_at_the_head() -> None:
     turns = Turns(head=77).grow(1, 200)
-    marks = digests(bank_marks(SPACE, turns.ids, (), 0))
-    head = digests(bank_marks(SPACE, turns.cut(77), (), 0))
+    marks = digests(bank_marks(SPACE, turns.ids, (), 0, 0))
+    head = digests(bank_marks(SPACE, turns.cut(77), (), 0, 0))
     asked = set(parent_digests(turns.grow(2, 30).content))
     assert asked & set(marks)
     assert asked & set(head)
@@ -257,6 +257,6 @@ def test_marks_name_positions_of_hidden_waypoints_in_order() -> None:
     record = Record(
         RecordKind.VISIBLE, b"abcdef", RENDERER, (Waypoint(2, 40), Waypoint(2, 60), Waypoint(6, 90))
     )
-    marks = bank_marks(SPACE, ids_of(1, 100), [record], 0)
+    marks = bank_marks(SPACE, ids_of(1, 100), [record], 0, 0)
     assert sorted(mark.position for mark in marks) == [60, 90, 100]
     assert Spans.of([(0, 4), (2, 9)]) & Spans.of([(3, 5), (8, 20)]) == Spans.of([(3, 5), (8, 9)])

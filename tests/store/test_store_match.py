@@ -51,6 +51,13 @@ async def found(store: Store, query: MatchQuery) -> list[int]:
     return [lease.content.frontier for lease in leases]
 
 
+async def ids_found(store: Store, query: MatchQuery) -> list[str]:
+    leases = await store.match(query)
+    for lease in leases:
+        lease.release()
+    return [lease.bank_id for lease in leases]
+
+
 async def test_match_next_turn_finds_the_last_bank_first(store: Store) -> None:
     turns = Turns()
     for seed in range(6):
@@ -66,6 +73,21 @@ async def test_match_short_bank_is_found_by_its_mark(store: Store) -> None:
     other_split = ids_of(9, 31)  # the rendered prompt's canonical ids are not the bank's
     query = replace(turns.query(), ids=other_split)
     assert await found(store, query) == [30]
+
+
+async def test_match_finds_a_reply_that_was_cut_among_many_with_its_head(store: Store) -> None:
+    """A first turn whose key ends inside the reply: only its anchor leads to it, and the head that
+    it has in common with many leads to others."""
+    head = Turns(head=300).grow(1, 300)
+    for seed in range(2, 16):
+        turns = head.grow(seed, 60)
+        record = replace(turns.records[0], waypoints=turns.waypoints[-1:], anchor=1400)
+        turns = replace(turns, waypoints=record.waypoints, records=(record,))
+        await store.persist(turns.source())
+        if seed == 2:
+            cut = turns
+    query = replace(cut.query(), marks=(1200, 1400), ids=np.append(cut.ids[:320], ids_of(99, 90)))
+    assert cut.bank_id in await ids_found(store, query)
 
 
 async def test_match_regenerate_finds_the_child_that_goes_on(store: Store) -> None:
