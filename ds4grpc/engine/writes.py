@@ -19,6 +19,9 @@ from ds4grpc.layout import StateLayout
 
 # Fewer new tokens are not worth a write after a turn; a rest, an eviction or a stop write them.
 _MIN_NEW_TOKENS = 64
+# Rows of a write after a turn are this many times the window and tail that go with them: with ids
+# and records, too, more than half of what is written are rows.
+_ROWS_TO_POINT = 1.25
 _REST_SECONDS = 60.0
 # A write that failed (full disk, I/O error) is tried again after this long.
 _RETRY_SECONDS = 30.0
@@ -89,7 +92,7 @@ def _want(slot: Slot, reason: PersistReason) -> WantWrite:
 
 
 def _point_tokens(layout: StateLayout) -> int:
-    """New tokens whose plain rows are as many bytes as one window and tail; 0 without either."""
+    """New tokens whose plain rows outweigh one window and tail; 0 without either."""
     if not layout.plain_bytes_per_token:
         return layout.window
-    return math.ceil(layout.point_bytes / layout.plain_bytes_per_token)
+    return math.ceil(_ROWS_TO_POINT * layout.point_bytes / layout.plain_bytes_per_token)
