@@ -48,6 +48,8 @@ class ServerProcess:
             *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
             *("--threads", str(num_threads())),
             *(() if "--no-kv-disk" in options else ("--kv-disk-dir", str(folder))),
+            # On some machines the default is bfloat16, in which warm need not equal cold.
+            *(() if "--dtype" in options else ("--dtype", "float32")),
             *options,
         ]
         self.folder = folder

@@ -26,7 +26,10 @@ async def test_warm_agrees_with_cold_but_for_near_ties(
     options = {"max_tokens": NUM_TOKENS, "bias": NO_END, "thinking": False}
     num_equal = 0
     ties: list[str] = []
-    with server(tmp_path / "warm") as warm, server(tmp_path / "cold") as cold:
+    with (
+        server(tmp_path / "warm", "--dtype", "auto") as warm,
+        server(tmp_path / "cold", "--dtype", "auto") as cold,
+    ):
         dtype = warm.ready_line.split("smollm2 ")[1].split()[0]
         async with connect(warm.target) as client, connect(cold.target) as other:
             for seed in range(NUM_PROMPTS):

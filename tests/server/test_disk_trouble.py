@@ -49,6 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(model: Path, folder: Path, **options: Any) -> ServeConfig:
     small: dict[str, Any] = {"kv_cache_min_tokens": 16, "slots": 4, "threads": 1, **options}
+    small.setdefault("dtype", "float32")
     return ServeConfig(
         model=str(model), listen=ANY, metrics_listen=ANY, kv_disk_dir=folder, **small
     )

@@ -59,6 +59,7 @@ async def refusal(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
 
 def config(model: Path, **options: Any) -> ServeConfig:
     small: dict[str, Any] = {"kv_cache_min_tokens": 16, "slots": 4, "threads": 1}
+    small["dtype"] = "float32"
     return ServeConfig(model=str(model), listen=ANY, metrics_listen=ANY, **small, **options)
 
 
