@@ -159,12 +159,12 @@ class DeltaWriter:
         self._shelf.index.set_ttl(stored, longer)
         if source.pin:
             await self._shelf.set_pinned(stored.bank_id, pinned=True)
-        self._shelf.note(stored.bank_id)
+        self._shelf.rows.note(stored.bank_id)
         return Persisted(stored.bank_id, source.content.frontier, 0)
 
     async def _nearest(self, content: BankContent, leases: ExitStack) -> Nearest:
         """Raises CatalogError: a bank that might be there is not written a second time."""
-        hits = await self._shelf.find(partial(parent_digests, content))
+        hits = await self._shelf.rows.find(partial(parent_digests, content))
         entries = self._finder.candidates(content.namespace, hits)
         nearest = Nearest()
         for _ in range(MAX_DESCENTS):

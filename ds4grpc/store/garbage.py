@@ -53,8 +53,8 @@ async def collect(
         strays = await shelf.run(_strays, shelf.folder, shelf.index, found, set(shelf.retired))
         pieces = [*dead, *strays, *(await shelf.run(_failed, shelf.folder) if quarantined else ())]
         # A scan starts counting anew, so its sum takes the place of what was known before.
-        shelf.other_bytes = found.other_bytes + sum(size for _, _, size in shelf.retired)
-        shelf.other_bytes += _size_of(pieces, Garbage.ORPHAN)
+        shelf.budget.other_bytes = found.other_bytes + sum(size for _, _, size in shelf.retired)
+        shelf.budget.other_bytes += _size_of(pieces, Garbage.ORPHAN)
     if dry_run:
         return pieces
     await shelf.expire(now)
@@ -63,13 +63,13 @@ async def collect(
         stale = [piece for piece in pieces if piece.kind is Garbage.LEFTOVER]
         await shelf.run(shelf.folder.sweep, [piece.path for piece in stale])
         swept = await shelf.run(_gone, shelf.folder, stale)
-        shelf.other_bytes -= _size_of(swept, Garbage.LEFTOVER)
+        shelf.budget.other_bytes -= _size_of(swept, Garbage.LEFTOVER)
     if any(piece.kind is Garbage.ORPHAN for piece in pieces):
         await rescan()  # which counts anew, too
     async with shelf.changes:
         if quarantined:
             await shelf.run(shelf.folder.trim_quarantine, 0)
-        await shelf.measure()
+        await shelf.budget.measure()
     return await shelf.run(_gone, shelf.folder, pieces)
 
 

@@ -132,7 +132,7 @@ class Finder:
 
     async def _match(self, query: MatchQuery) -> list[LeasedBank]:
         try:
-            hits = await self.shelf.find(partial(query_digests, query))
+            hits = await self.shelf.rows.find(partial(query_digests, query))
         except CatalogError as error:
             log.warning("lookup failed error=%s", error)
             return []

@@ -67,8 +67,8 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     shelf.index = index
     shelf.version += 1
     for bank_id in outdated:
-        shelf.note(bank_id)
-    shelf.other_bytes = found.other_bytes
+        shelf.rows.note(bank_id)
+    shelf.budget.other_bytes = found.other_bytes
     bad = result.bad + [
         shelf.folder.bank_path(each.bank_id, each.base)
         for each in orphans
@@ -86,9 +86,9 @@ async def reconcile(shelf: Shelf, form: StateForm, known: Iterable[Entry]) -> Re
     dropped = [bank_id for bank_id in rows if index.get(bank_id) is None]
     lost = [entry.bank_id for entry in adopted if index.get(entry.bank_id) is None]
     if dropped or lost:
-        await shelf.ask("rescan", shelf.catalog.remove(dropped + lost))
-    await shelf.measure()
-    await shelf.measure_foreign()
+        await shelf.rows.ask("rescan", shelf.rows.catalog.remove(dropped + lost))
+    await shelf.budget.measure()
+    await shelf.budget.measure_foreign()
     return Reconciled(len(index), len(adopted) - len(lost), len(dropped), len(bad) + len(found.odd))
 
 
@@ -114,7 +114,7 @@ async def _adopt_all(shelf: Shelf, form: StateForm, result: _Sorted, found: Foun
         _mark((entry for entry, _ in added), found)
         shards = {entry.bank_id[:2] for entry, _ in added}
         await shelf.run(_sync_shards, shelf, shards)
-        await shelf.ask("rescan", shelf.catalog.add(added))
+        await shelf.rows.ask("rescan", shelf.rows.catalog.add(added))
         adopted += [entry for entry, _ in added]
     return adopted
 

@@ -146,7 +146,7 @@ class Store:
                 await self._tasks.finish(self._open_catalog())
             opening.push_async_callback(self._close_catalog)
             try:
-                await self._shelf.claim()
+                await self._shelf.budget.claim()
             except OSError as error:
                 raise self._unusable(error) from error
             self._finder = Finder(self._shelf, self._form, self._tasks)
@@ -179,7 +179,7 @@ class Store:
                     raise
                 await self._set_aside(str(error))
                 await self._read_catalog()
-                self._shelf.is_catalog_damaged = False
+                self._shelf.rows.is_damaged = False
         except (OSError, CatalogError) as error:
             raise self._unusable(error) from error
 
@@ -199,13 +199,13 @@ class Store:
                 await self._close_catalog()
                 await self._set_aside("a statement has found it damaged")
                 await shelf.run(self._folder.prepare_catalog)
-                shelf.catalog = await Catalog.open(self._folder.catalog_path)
+                shelf.rows.catalog = await Catalog.open(self._folder.catalog_path)
             await self._reconcile(())
             for old in before:
                 if (entry := shelf.index.get(old.bank_id)) is not None:
                     shelf.index.take_over(entry, old)
-                    shelf.note(entry.bank_id)
-            shelf.is_catalog_damaged = False
+                    shelf.rows.note(entry.bank_id)
+            shelf.rows.is_damaged = False
 
     def _unusable(self, error: Exception) -> StoreDisabled:
         return StoreDisabled(
@@ -219,9 +219,9 @@ class Store:
         if fault := await self._shelf.run(self._folder.catalog_fault):
             raise CatalogError(fault, "corrupt")
         was_missing = await self._shelf.run(self._folder.prepare_catalog)
-        self._shelf.catalog = await Catalog.open(self._folder.catalog_path)
+        self._shelf.rows.catalog = await Catalog.open(self._folder.catalog_path)
         try:
-            known = await self._shelf.ask("list", self._shelf.catalog.all())
+            known = await self._shelf.rows.ask("list", self._shelf.rows.catalog.all())
             result = await self._reconcile(known)
             return was_missing and result.num_adopted > 0
         except BaseException:
@@ -251,7 +251,7 @@ class Store:
 
     async def _close_catalog(self) -> None:
         try:
-            await self._tasks.finish(self._shelf.catalog.close())
+            await self._tasks.finish(self._shelf.rows.catalog.close())
         except CatalogError as error:
             log.warning("catalog not closed cleanly error=%s", error)
 
@@ -264,18 +264,20 @@ class Store:
             except TimeoutError:
                 pass
             try:
-                if self._shelf.is_catalog_damaged:
+                if self._shelf.rows.is_damaged:
                     await self._rebuild()
                 await self._shelf.expire(time.time())
-                await self._shelf.trim_log()
-                await self._shelf.flush()
+                await self._shelf.budget.measure()
+                await self._shelf.rows.trim_log()
+                await self._shelf.rows.flush()
                 await self._shelf.bury_retired()
-                await self._shelf.claim()
+                await self._shelf.budget.claim()
                 if time.monotonic() >= foreign_at:
                     foreign_at = time.monotonic() + FOREIGN_SECONDS
-                    await self._shelf.measure_foreign()
+                    await self._shelf.budget.measure_foreign()
                 if self._shelf.condition.detail:
-                    await self._shelf.probe()
+                    await self._shelf.run(self._folder.probe)
+                    await self._shelf.rows.probe()
                     self._shelf.condition.worked()
             except (OSError, CatalogError) as error:
                 self._shelf.condition.failed(str(error))
@@ -319,7 +321,7 @@ class Store:
                 entry.trust |= Trust.PROVEN
             else:
                 self._shelf.index.used(entry, time.time())
-            self._shelf.note(bank_id)
+            self._shelf.rows.note(bank_id)
 
     async def quarantine(self, bank_id: str, detail: str) -> None:
         if not self._closing.is_set():
@@ -330,11 +332,11 @@ class Store:
     @property
     def disk_bytes(self) -> int:
         """What the whole folder occupies; cheap, for gauges."""
-        return self._shelf.disk_bytes
+        return self._shelf.budget.disk_bytes
 
     @property
     def quota_bytes(self) -> int:
-        return self._shelf.quota_bytes
+        return self._shelf.budget.quota_bytes
 
     @property
     def trouble(self) -> str:
@@ -348,7 +350,7 @@ class Store:
         return {
             "reusable": len(index) - index.num_hidden,
             "untrusted": index.num_hidden,
-            "quarantined": self._shelf.num_quarantined,
+            "quarantined": self._shelf.budget.num_quarantined,
         }
 
     @property
@@ -417,7 +419,7 @@ class Store:
             return 0, error.message
         if (entry := self._shelf.index.get(bank_id)) is not None:
             entry.verified_at = time.time()
-            self._shelf.note(bank_id)
+            self._shelf.rows.note(bank_id)
         return read_bytes, ""
 
     async def _checked(self, entry: Entry, read: Callable[[BankFile], T]) -> T:
@@ -466,12 +468,12 @@ class Store:
         return Storage(
             folder=self._folder.path,
             fingerprint=self._config.fingerprint.hex(),
-            disk_bytes=shelf.disk_bytes,
-            quota_bytes=shelf.quota_bytes,
+            disk_bytes=shelf.budget.disk_bytes,
+            quota_bytes=shelf.budget.quota_bytes,
             free_bytes=free_bytes,
             num_stored=len(shelf.index) - shelf.index.num_hidden,
             num_pinned=shelf.index.num_pinned,
-            num_quarantined=shelf.num_quarantined,
+            num_quarantined=shelf.budget.num_quarantined,
         )
 
     def _visible(self, bank_id: str) -> Entry:

@@ -7,11 +7,12 @@ so no caller's cancellation may reach one. Event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS_A_POOL = 4  # disks serve a few requests at once better than one, and hardly better many
@@ -35,6 +36,12 @@ class Threads:
     async def stop(self) -> None:
         for pool in (self.work, self.long, self.read, self.transfer):
             await asyncio.to_thread(pool.shutdown)
+
+
+class Run(Protocol):
+    """Runs short blocking work in a worker thread."""
+
+    async def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class OwnedTasks:

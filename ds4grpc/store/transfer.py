@@ -444,11 +444,12 @@ class Transfer:
         StoreFailed."""
         if self._num_imports >= MAX_IMPORTS:
             raise _too_many("imports", self._num_imports)
-        if size_bytes > self.shelf.quota_bytes:
+        quota_bytes = self.shelf.budget.quota_bytes
+        if size_bytes > quota_bytes:
             raise StoreFull(
-                f"the file has {size_bytes} bytes, the disk cap is {self.shelf.quota_bytes}; raise"
+                f"the file has {size_bytes} bytes, the disk cap is {quota_bytes}; raise"
                 " --kv-disk-space-mb",
-                metadata={"quota_bytes": str(self.shelf.quota_bytes)},
+                metadata={"quota_bytes": str(quota_bytes)},
             )
         self._num_imports += 1
         folder = self.shelf.folder

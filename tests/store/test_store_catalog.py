@@ -27,7 +27,7 @@ from bankkit import SPACE, Observed, Turns, config_of, eventually, names
 from ds4grpc.bank import PersistReason, RecordKind, Trust
 from ds4grpc.errors import BankNotFound, StoreDisabled
 from ds4grpc.layout import Spans
-from ds4grpc.store import database, match, shelf, waiting
+from ds4grpc.store import database, match, rows, waiting
 from ds4grpc.store import store as store_module
 from ds4grpc.store.catalog import Catalog, Hit
 from ds4grpc.store.database import CatalogError, upgrade
@@ -225,7 +225,7 @@ async def test_catalog_with_a_bad_page_is_rebuilt_when_a_lookup_meets_it(
     async with Store(config_of(tmp_path), observed) as store:
         assert await found(store, LEFT) == []
         await eventually(lambda: "set aside" in caplog.text)
-        await eventually(lambda: not store._shelf.is_catalog_damaged)
+        await eventually(lambda: not store._shelf.rows.is_damaged)
         assert (await found(store, LEFT))[0] == 600
         info = await store.get(bank_id)
         assert info.hits == 1
@@ -589,8 +589,8 @@ async def test_b47_log_is_bounded_under_updates_with_a_reader_that_stays(
     num_updates = 10_000 if LONG else 300
     limit, most = (4 << 20, 16 << 20) if LONG else (256 << 10, 512 << 10)
     monkeypatch.setattr(store_module, "UPKEEP_SECONDS", 0.2)
-    monkeypatch.setattr(shelf, "WAL_LIMIT_BYTES", limit)
-    monkeypatch.setattr(shelf, "WAL_MOST_BYTES", most)
+    monkeypatch.setattr(rows, "WAL_LIMIT_BYTES", limit)
+    monkeypatch.setattr(rows, "WAL_MOST_BYTES", most)
     async with Store(config_of(tmp_path), Observed()) as store:
         bank_id = (await store.persist(STEM.source())).bank_id
         log = catalog_of(tmp_path).with_name("catalog.db-wal")
