@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -360,9 +360,7 @@ class Shelf:
         if not gone:
             return False
         self.version += 1
-        dead, failed = await self.run(
-            self.folder.kill, [(entry.bank_id, entry.base) for entry in gone]
-        )
+        dead, failed = await self.run(self._kill, gone)
         for entry in reversed(gone):  # parents first
             if entry.bank_id in failed and (
                 not entry.parent_id or self.index.get(entry.parent_id) is not None
@@ -405,6 +403,20 @@ class Shelf:
                 log.warning("bank files not moved bank=%s error=%s", entry.bank_id, error)
             await self.rows.forget(each.bank_id for each in gone)
 
+    def _kill(self, gone: Sequence[Entry]) -> tuple[list[str], set[str]]:
+        """Renames files as `Folder.kill` does, children for good before their parents: a loss of
+        power must not leave one without the other. Who needs a file that is still there stays."""
+        dead: list[str] = []
+        failed: set[str] = set()
+        for group in _generations(gone):
+            needed = {entry.parent_id for entry in gone if entry.bank_id in failed}
+            failed |= {entry.bank_id for entry in group} & needed
+            wanted = [(each.bank_id, each.base) for each in group if each.bank_id not in failed]
+            group_dead, group_failed = self.folder.kill(wanted)
+            dead += group_dead
+            failed.update(group_failed)
+        return dead, failed
+
     async def set_pinned(self, bank_id: str, *, pinned: bool) -> Entry:
         """Pins or unpins; doing it twice is no error. Raises BankNotFound, StoreFailed."""
         async with self.changes:
@@ -442,3 +454,16 @@ class Shelf:
                     raise
                 self.rows.note(bank_id)  # markers count, rows follow
             self.version += 1
+
+
+def _generations(gone: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Children before parents, cut so that no group holds both."""
+    group: list[Entry] = []
+    needed: set[str] = set()
+    for entry in gone:
+        if entry.bank_id in needed:
+            yield group
+            group, needed = [], set()
+        group.append(entry)
+        needed.add(entry.parent_id)
+    yield group

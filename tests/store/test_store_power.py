@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from bankkit import Observed, Turns, config_of
 from crashkit import Tell, check, live, merge
 from powerkit import LOSSES, RecordingFiles, replay
 
 from ds4grpc.store.files import Files
+from ds4grpc.store.store import Store
 
 LONG = bool(os.environ.get("DS4GRPC_LONG"))  # `make test-long`: every step and loss, three seeds
 
@@ -57,3 +60,31 @@ def test_power_loss_after_any_step_leaves_a_good_folder(
 
 async def _awaited(work: Awaitable[None]) -> None:
     await work
+
+
+async def test_a_chain_is_removed_for_good_from_its_end(tmp_path: Path) -> None:
+    """Else a loss of power might take a parent and leave the child, which looks like damage."""
+    files = RecordingFiles(tmp_path / "banks")
+    chain = [Turns().grow(1, 40)]
+    for seed in (2, 3):
+        chain.append(chain[-1].grow(seed, 40))
+    async with Store(config_of(files.root), Observed(), files) as store:
+        for turns in chain:
+            await store.persist(turns.source())
+        for turns in chain:  # those that others need are hidden first
+            await store.delete(turns.bank_id)
+        assert await store.list_banks() == []
+    renames = {
+        os.path.basename(step.path).partition(".")[0]: number
+        for number, step in enumerate(files.steps)
+        if step.operation == "rename" and step.path.endswith(".dead")
+    }
+    assert list(renames) == [turns.bank_id for turns in reversed(chain)]
+    syncs = [
+        (number, os.path.basename(step.path))
+        for number, step in enumerate(files.steps)
+        if step.operation == "sync_folder"
+    ]
+    for child, parent in itertools.pairwise(renames):
+        between = [path for number, path in syncs if renames[child] < number < renames[parent]]
+        assert child[:2] in between
