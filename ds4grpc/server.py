@@ -9,7 +9,6 @@ runs the event loop until a signal.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
@@ -17,48 +16,38 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from prometheus_client import CollectorRegistry
 
 from ds4grpc import __version__
 from ds4grpc.bank import PersistReason
-from ds4grpc.chat.prompts import Prompts
 from ds4grpc.config import MB, Address, ServeConfig
 from ds4grpc.engine.core import Core, CoreOptions
 from ds4grpc.engine.engine import EngineLimits, TorchEngine
-from ds4grpc.engine.memory import SlotMemory, allocate, trim_heap
-from ds4grpc.engine.request import Sampling
+from ds4grpc.engine.memory import SlotMemory, allocate
 from ds4grpc.engine.runner import Runner
 from ds4grpc.engine.scheduler import Scheduler
 from ds4grpc.engine.slots import Slots
-from ds4grpc.errors import ConfigError, ModelNotFound, StoreDisabled
+from ds4grpc.errors import ConfigError
+from ds4grpc.loading import Loaded, default_sampling, describe, load
 from ds4grpc.logs import LogWriter, line
 from ds4grpc.metrics import BuildInfo, EngineState, Metrics, MetricsListener, StoreState
-from ds4grpc.model import registry
-from ds4grpc.model.checkpoint import Checkpoint, load_model, open_checkpoint
-from ds4grpc.model.fingerprint import fingerprint
 from ds4grpc.model.interface import State
-from ds4grpc.model.llama import Llama
-from ds4grpc.model.numerics import resolve_device, resolve_dtype
 from ds4grpc.rpc.bank import BankService
 from ds4grpc.rpc.generation import GenerationService, ServedModel
 from ds4grpc.rpc.identity import Tenants
 from ds4grpc.rpc.interceptors import ErrorInterceptor
 from ds4grpc.rpc.model import ModelService
 from ds4grpc.rpc.reflection import add_reflection
-from ds4grpc.store.files import Files
-from ds4grpc.store.folder import occupied_bytes
-from ds4grpc.store.store import Store, StoreConfig
+from ds4grpc.store.store import Store
+from ds4grpc.tier import Tier, open_tier, watch_tier
 from ds4grpc.v1 import (
     bank_pb2_grpc,
-    generation_pb2,
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
@@ -74,7 +63,6 @@ HEALTH = "grpc.health.v1.Health"
 MAX_RECEIVE_BYTES = 64 * MB
 # Worker threads render, tokenize, look up, copy and read; more would only share the same cores.
 _WORKERS = 4
-_DISK_HEALTH_SECONDS = 1.0  # how late health tells of the disk
 # What a bank that lost its slot may take, of the memory for resident banks, until it is written.
 _STAGING_SHARE = 4
 # Prefill chunks while other requests run: this part of a chunk alone, and not less than that.
@@ -165,62 +153,6 @@ class Server:
                     )
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What is read from the model file before anything serves."""
-
-    checkpoint: Checkpoint
-    model: Llama
-    prompts: Prompts
-    fingerprint: bytes
-    kv_bytes: int  # most memory for resident banks
-
-
-def _load(config: ServeConfig) -> Loaded:
-    """Finds (pulling a known model on first use), checks and loads the model. Blocks."""
-    torch.set_num_threads(config.num_threads())
-    device = resolve_device(
-        ("cuda" if torch.cuda.is_available() else "cpu")
-        if config.device == "auto"
-        else config.device
-    )
-    checkpoint = open_checkpoint(_model_file(config.model))
-    model = load_model(
-        checkpoint,
-        device=device,
-        dtype=resolve_dtype(config.dtype, device),
-        max_context=config.max_context,
-    )
-    prompts = Prompts(checkpoint.tokenizer, checkpoint.chat_template)
-    trim_heap()  # what loading used and freed
-    return Loaded(
-        checkpoint=checkpoint,
-        model=model,
-        prompts=prompts,
-        fingerprint=fingerprint(checkpoint, model.layout, model.numeric_mode),
-        kv_bytes=config.kv_memory_bytes(),
-    )
-
-
-def _model_file(name: str) -> Path:
-    try:
-        return registry.resolve(name)
-    except ModelNotFound:
-        if name not in registry.KNOWN:
-            raise
-    known = registry.KNOWN[name]
-    _say(f"fetching {known.title} ({known.license}), once")
-    shown = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal shown
-        if (tenth := done * 10 // max(total, 1)) > shown:
-            shown = tenth
-            _say(f"  {done / MB:,.0f} of {total / MB:,.0f} MB")
-
-    return registry.pull(name, progress)
-
-
 @asynccontextmanager
 async def _start(config: ServeConfig) -> AsyncIterator[Server]:
     """Builds every part and takes them down in the opposite order."""
@@ -228,7 +160,7 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
     async with AsyncExitStack() as stack:
         workers = ThreadPoolExecutor(_WORKERS, "worker")
         stack.push_async_callback(asyncio.to_thread, workers.shutdown)
-        loaded = await loop.run_in_executor(workers, _load, config)
+        loaded = await loop.run_in_executor(workers, load, config)
         checkpoint, model = loaded.checkpoint, loaded.model
         collected = CollectorRegistry()
         metrics = Metrics(
@@ -243,15 +175,15 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         )
         listener = MetricsListener(collected, config.metrics_listen)
         stack.push_async_callback(asyncio.to_thread, listener.close)
-        tier = await stack.enter_async_context(_tier(config, loaded, metrics))
+        tier = await stack.enter_async_context(open_tier(config, loaded, metrics))
         store = tier.store
         engine = await stack.enter_async_context(_engine(config, loaded, metrics, store, workers))
         _watch(metrics, engine, store)
-        described = _describe(config, loaded)
+        described = describe(config, loaded)
         health = health_aio.HealthServicer()
         server = _grpc_server()
         tenants = Tenants(loopback=config.listen.is_loopback)
-        sampling = _default_sampling(checkpoint)
+        sampling = default_sampling(checkpoint)
         served = ServedModel(
             name=checkpoint.name,
             vocabulary_size=model.vocabulary_size,
@@ -284,8 +216,9 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
             admin_address = await _listen(admin, config.admin_listen, "--admin-listen", stack)
         for service in ("", GENERATION, MODEL, BANK):
             await health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        watching = asyncio.create_task(_watch_disk(tier, health, config.no_kv_disk))
-        stack.push_async_callback(_ended, watching)
+        if not config.no_kv_disk:  # what is wanted is no trouble
+            watching = asyncio.create_task(watch_tier(tier, health, BANK))
+            stack.push_async_callback(_ended, watching)
         yield Server(
             address=address,
             admin_address=admin_address,
@@ -300,98 +233,9 @@ async def _start(config: ServeConfig) -> AsyncIterator[Server]:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """The disk tier; without a `store`, why there is none."""
-
-    store: Store | None
-    off_detail: str = ""
-
-    @property
-    def trouble(self) -> str:
-        """Why banks are not written at the moment."""
-        return self.store.trouble if self.store is not None else self.off_detail
-
-
-@asynccontextmanager
-async def _tier(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> AsyncIterator[Tier]:
-    """Opens the disk tier. A folder that another server has is a refusal, unless the options say
-    otherwise; one that cannot be used is a tier that is off, and says so."""
-    if config.no_kv_disk:
-        yield Tier(None, "--no-kv-disk")
-        return
-    is_new = not await asyncio.to_thread(config.bank_folder.exists)
-    store = await _store(config, loaded, metrics)
-    try:
-        await store.__aenter__()
-    except StoreDisabled as error:
-        busy = error.reason == "STORE_FOLDER_BUSY"
-        if busy and config.kv_disk_busy == "refuse":
-            raise ConfigError(
-                f"{error.message}; or start without the disk tier with --kv-disk-busy off"
-            ) from error
-        log.error(line("banks are not kept on disk", detail=error.message))
-        yield Tier(None, error.message)
-        return
-    if is_new:
-        log.warning(
-            line(
-                "banks hold prompts and replies in clear, readable by this user",
-                folder=str(config.bank_folder),
-                off="--no-kv-disk",
-            )
-        )
-    try:
-        yield Tier(store)
-    finally:
-        await store.__aexit__(None, None, None)
-
-
-async def _watch_disk(tier: Tier, health: health_aio.HealthServicer, is_wanted_off: bool) -> None:
-    """BankService's health is the disk tier's: NOT_SERVING while banks cannot be written."""
-    was = health_pb2.HealthCheckResponse.SERVING
-    while not is_wanted_off:
-        now = (
-            health_pb2.HealthCheckResponse.NOT_SERVING
-            if tier.trouble
-            else health_pb2.HealthCheckResponse.SERVING
-        )
-        if now != was:
-            await health.set(BANK, now)
-        was = now
-        await asyncio.sleep(_DISK_HEALTH_SECONDS)
-
-
 async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _disk_quota(config: ServeConfig) -> int:
-    """Most bytes for banks. Those that are there count as free, or each start would evict some of
-    them. Blocks."""
-    used_bytes = 0
-    if config.kv_disk_space_mb is None:
-        with suppress(OSError):  # whatever is wrong with the folder shows when it is opened
-            used_bytes = occupied_bytes(Files(), str(config.bank_folder))
-    return config.kv_disk_bytes(used_bytes)
-
-
-async def _store(config: ServeConfig, loaded: Loaded, metrics: Metrics) -> Store:
-    """Makes what keeps banks on disk, not entered yet."""
-    rate = config.kv_disk_write_mb_per_s
-    return Store(
-        StoreConfig(
-            folder=str(config.bank_folder),
-            fingerprint=loaded.fingerprint,
-            layout=loaded.model.layout,
-            quota_bytes=await asyncio.to_thread(_disk_quota, config),
-            min_tokens=config.kv_cache_min_tokens,
-            write_bytes_per_second=rate * MB if rate is not None else None,
-            vocabulary_size=loaded.model.vocabulary_size,
-        ),
-        metrics,
-    )
 
 
 @asynccontextmanager
@@ -459,45 +303,6 @@ def _add_banks(
         loaded.model.numeric_mode,
     )
     bank_pb2_grpc.add_BankServiceServicer_to_server(service, server)
-
-
-def _default_sampling(checkpoint: Checkpoint) -> Sampling:
-    """The model's generation config over temperature 1 and no filters."""
-    found = dataclasses.asdict(checkpoint.generation)
-    return Sampling(**{name: value for name, value in found.items() if value is not None})
-
-
-def _describe(config: ServeConfig, loaded: Loaded) -> model_pb2.Model:
-    checkpoint, model = loaded.checkpoint, loaded.model
-    sampling = _default_sampling(checkpoint)
-    thinks = loaded.prompts.default_thinking
-    return model_pb2.Model(
-        name=checkpoint.name,
-        architecture=checkpoint.architecture,
-        fingerprint=loaded.fingerprint.hex(),
-        dtype=model.numeric_mode,
-        device=model.device.type,
-        num_parameters=model.num_parameters,
-        vocabulary_size=model.vocabulary_size,
-        max_context_tokens=model.max_context,
-        num_slots=config.slots,
-        kv_bytes_per_token=model.layout.bytes_per_token,
-        renderer=loaded.prompts.renderer_digest,
-        default_thinking=(
-            generation_pb2.THINKING_MODE_ENABLED
-            if thinks
-            else generation_pb2.THINKING_MODE_DISABLED
-        ),
-        default_sampling=generation_pb2.Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-        ),
-        end_token_ids=sorted(checkpoint.tokenizer.end_ids),
-        server_version=__version__,
-    )
 
 
 def _grpc_server() -> grpc.aio.Server:

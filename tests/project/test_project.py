@@ -25,7 +25,15 @@ LAYERS = (
     *(("v1", 0), ("families", 0)),
     *(("kernels", 1), ("store.format", 1), ("tokenizer", 1), ("pretokenize", 1)),
     *(("chat", 2), ("model", 3), ("engine", 4), ("store", 4), ("migrations", 4)),
-    *(("rpc", 5), ("server", 6), ("commands", 6), ("cli", 6), ("__main__", 6)),
+    *(
+        ("rpc", 5),
+        ("loading", 5),
+        ("tier", 5),
+        ("server", 6),
+        ("commands", 6),
+        ("cli", 6),
+        ("__main__", 6),
+    ),
 )
 # Protocols and frozen values with which the store and the engine know each other.
 SHARED = ("ds4grpc.engine.banks",)

@@ -158,6 +158,7 @@ async def test_taken_port_and_owned_folder_are_clear_errors(
 ) -> None:
     def serve(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ds4grpc", "serve", "--metrics-listen", "127.0.0.1:0"]
+        command += ["--dtype", "float32"]  # as the other server's: banks of others are apart
         return subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
 
     taken = await asyncio.to_thread(
