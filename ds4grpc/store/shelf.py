@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -265,8 +265,12 @@ class Shelf:
             async with self.changes:
                 await self._bury_retired()
 
-    async def _bury_retired(self) -> None:
-        """`changes` must be held."""
+    def _retired_ids(self) -> set[str]:
+        return {bank_id for bank_id, _, _ in self._retired}
+
+    async def _bury_retired(self, marked: Collection[str] = ()) -> None:
+        """`changes` must be held. The markers of banks that have gone go too, but for those of
+        `marked`, which have a file still."""
         kept: list[tuple[str, int, int]] = []
         retired, self._retired = self._retired, kept
         for bank_id, base, size_bytes in retired:  # one after the other: children before parents
@@ -278,7 +282,8 @@ class Shelf:
             else:
                 try:
                     dead, failed = await self.run(self.folder.kill, [(bank_id, base)])
-                    await self.run(self.folder.bury, dead, () if entry is not None else (bank_id,))
+                    keeps_markers = entry is not None or bank_id in marked
+                    await self.run(self.folder.bury, dead, () if keeps_markers else (bank_id,))
                 except OSError as error:
                     failed = [bank_id]
                     log.warning("bank file not removed bank=%s error=%s", bank_id, error)
@@ -360,7 +365,10 @@ class Shelf:
         if not gone:
             return False
         self.version += 1
-        dead, failed = await self.run(self._kill, gone)
+        gone_ids = {entry.bank_id for entry in gone}
+        if gone_ids & self._retired_ids():  # or a start after a crash would take them for the banks
+            await self._bury_retired(gone_ids)
+        dead, failed = await self.run(self._kill, gone, gone_ids & self._retired_ids())
         for entry in reversed(gone):  # parents first
             if entry.bank_id in failed and (
                 not entry.parent_id or self.index.get(entry.parent_id) is not None
@@ -403,11 +411,11 @@ class Shelf:
                 log.warning("bank files not moved bank=%s error=%s", entry.bank_id, error)
             await self.rows.forget(each.bank_id for each in gone)
 
-    def _kill(self, gone: Sequence[Entry]) -> tuple[list[str], set[str]]:
+    def _kill(self, gone: Sequence[Entry], failed: set[str]) -> tuple[list[str], set[str]]:
         """Renames files as `Folder.kill` does, children for good before their parents: a loss of
-        power must not leave one without the other. Who needs a file that is still there stays."""
+        power must not leave one without the other. What a file that is still there needs stays,
+        and so do those that have `failed` already."""
         dead: list[str] = []
-        failed: set[str] = set()
         for group in _generations(gone):
             needed = {entry.parent_id for entry in gone if entry.bank_id in failed}
             failed |= {entry.bank_id for entry in group} & needed

@@ -403,3 +403,23 @@ async def test_pieces_of_a_merge_are_of_ratio_layouts_too(tmp_path: Path) -> Non
             path = path_of(tmp_path, turns)
             with BankFile.open(Files(), str(path), store._form) as file:
                 assert file.header.frontier - file.header.base == turns.frontier % 4
+
+
+async def test_deleted_bank_does_not_come_back_from_the_file_it_had_before(tmp_path: Path) -> None:
+    """Somebody read the old files when they were merged, so they stay until the next upkeep."""
+    grown = conversation()
+    async with Store(config_of(tmp_path / "banks"), Observed()) as store:
+        await persist(store, grown)
+        leases = await store.match(grown[-1].query())
+        assert await store.compact() == 1
+        for lease in leases:
+            lease.release()
+        assert len(stored_names(tmp_path / "banks")) > len(grown)
+        await store.delete(grown[0].bank_id)
+        # Killed now.
+        await asyncio.to_thread(shutil.copytree, tmp_path / "banks", tmp_path / "left")
+    async with Store(config_of(tmp_path / "left"), Observed()) as store:
+        assert grown[0].bank_id not in await infos(store)
+        assert (await store.storage()).num_quarantined == 0
+        for turns in (grown[1], grown[-1]):
+            await check_restores(store, turns)
