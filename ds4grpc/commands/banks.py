@@ -86,10 +86,14 @@ def unpin(target: Target, bank_ids: tuple[str, ...]) -> None:
 @client_options
 def flush(target: Target) -> None:
     """Write what resident banks hold and files do not."""
+    is_any = False
     with service(target) as stub:
         for written in stub.FlushBanks(pb.FlushBanksRequest(), metadata=target.metadata):
             wrote = written.detail or f"{size(written.written_bytes)} written"
             report(target, written, f"{written.bank_id} {written.frontier:,} tokens: {wrote}")
+            is_any = True
+    if not is_any and not target.as_json:
+        click.echo("nothing to write; banks under --kv-cache-min-tokens are not stored")
 
 
 @banks.command("rescan")

@@ -295,11 +295,18 @@ class BankService(bank_pb2_grpc.BankServiceServicer):
         return found[0]
 
     async def _find_stored(self, bank_id: str, context: Context) -> _Bank:
-        self._need_store()
+        store = self._need_store()
         bank = await self._find(bank_id, context)
         if bank.stored is None:
+            frontier = bank.row().frontier
             raise BankNotFound(
-                f"bank {bank.bank_id} is resident only; `ds4grpc banks flush` stores it"
+                f"bank {bank.bank_id} of {frontier} tokens is resident only; "
+                + (
+                    "`ds4grpc banks flush` stores it"
+                    if frontier >= store.min_tokens
+                    else f"those of fewer than {store.min_tokens} are not stored: lower"
+                    " --kv-cache-min-tokens"
+                )
             )
         return bank
 

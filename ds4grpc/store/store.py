@@ -335,6 +335,11 @@ class Store:
         return self._shelf.budget.disk_bytes
 
     @property
+    def min_tokens(self) -> int:
+        """Shorter banks are not stored."""
+        return self._config.min_tokens
+
+    @property
     def quota_bytes(self) -> int:
         return self._shelf.budget.quota_bytes
 

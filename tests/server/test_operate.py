@@ -260,6 +260,14 @@ async def test_exported_conversation_goes_on_elsewhere_as_if_it_were_there(
         bank_id = last.finished.bank_id
         assert len((await anna.bank(bank_id)).chain) > 1
         anna_there = (running.target, "anna")
+        short = await anna.tokens(range(1000, 1008), max_tokens=2, bias={2: -100.0})
+        _, err = await command(
+            *("export", short.finished.bank_id, "-o", str(file)), whom=anna_there, code=1
+        )
+        assert "of 9 tokens is resident only; those of fewer than 16 are not stored" in err
+        assert "--kv-cache-min-tokens" in err
+        out, _ = await command("flush", whom=(running.target, "nobody"))
+        assert "nothing to write" in out
         out, _ = await command("export", bank_id[:12], "-o", str(file), whom=anna_there)
         assert out.startswith(f"exported {bank_id}: ")
         assert file.stat().st_mode & 0o777 == 0o600
