@@ -26,6 +26,7 @@ from ds4grpc.store.format import (
     Header,
     Section,
     StateForm,
+    aligned,
     block_rows,
     check_header,
     checksum,
@@ -93,7 +94,7 @@ def write_file(files: Files, path: str, draft: Draft, source: RowSource, pace: P
             values: list[int] = []
             for index in range(section.num_blocks):
                 first, last = section.block(index)
-                pace.wait(last - first)
+                pace.wait(aligned(last - first))  # the disk takes whole pages
                 block = block_of(section, index, draft, source)
                 values.append(checksum(block))
                 files.write(descriptor, block, start + section.offset + first, path)

@@ -36,7 +36,8 @@ async def test_bank_is_written_at_its_pace_and_holds_up_neither_replies_nor_a_st
             line = running.wait_for_log("bank persisted", 30.0)
             seconds = time.monotonic() - began
             num_bytes = int(re.search(r"bytes=(\d+)", line)[1])  # type: ignore[index]
-            assert num_bytes / seconds <= RATE_MB * 2**20
+            # What is written last, a header of a few pages, is not waited for.
+            assert (num_bytes - 16384) / seconds <= RATE_MB * 2**20
             # One that would take as long again, were the server not told to stop.
             await client.tokens(ids[::-1], max_tokens=0)
         stopping = time.monotonic()
